@@ -1,0 +1,1 @@
+"""The operator's command line, the replica simulator and the benches."""

@@ -1,0 +1,202 @@
+"""Settings: defaults, then a TOML file, then the environment; checked before anything starts.
+
+A setting `[router] port` is `ADAPTERSYNC_ROUTER__PORT` in the environment, which wins over the file. The file is named
+by `--config`, else by `ADAPTERSYNC_CONFIG`, else there is none. A wrong or unknown key is an error that names it.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from adaptersync_core.errors import ConfigError
+from adaptersync_core.identity import check_name
+
+ENVIRONMENT = "ADAPTERSYNC_"
+
+
+class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all sections. The text under a field says what it is, in which unit, and why it has that default."""
+
+
+class GroupSection(Section, frozen=True, kw_only=True):
+    name: str = "default"
+    """The replicas that serve one base model together."""
+    base_model: str = "base"
+    """The name under which replicas serve the base model."""
+
+
+class RedisSection(Section, frozen=True, kw_only=True):
+    control_url: str = "redis://127.0.0.1:6379/0"
+    """Durable and small: events, versions, acks, ledger."""
+    cache_url: str = ""
+    """Prefix ownership and in-flight counts; may forget. Empty: the control server."""
+
+
+class StoreSection(Section, frozen=True, kw_only=True):
+    path: str = "/var/lib/adaptersync/store"
+    """Where trainers publish; replicas mount it, read-only if they can."""
+
+
+class CoordinatorSection(Section, frozen=True, kw_only=True):
+    name: str = "coordinator-0"
+    min_ready: int = 1
+    """Never promote on fewer ready replicas, and never eject below."""
+    lease_s: float = 5.0
+    """How long a coordinator leads without renewing; another takes over after it."""
+    tick_s: float = 0.25
+    """How often to look when no event wakes it."""
+    alive_s: float = 5.0
+    """How old a replica's heartbeat may be before it counts as silent."""
+    deadline_s: float = 120.0
+    """How long a version may take from staging to the last ack."""
+    drain_s: float = 600.0
+    """How long a retired version waits for requests in flight."""
+    eject_s: float = 10.0
+    """How long an ejected replica stays out before it may join again."""
+
+
+class AgentSection(Section, frozen=True, kw_only=True):
+    name: str = "replica-0"
+    """The replica this agent stands beside."""
+    engine_url: str = "http://127.0.0.1:8000"
+    """The vLLM server, on this host's loopback."""
+    public_url: str = ""
+    """Where routers reach the engine. Empty: engine_url."""
+    stage_path: str = "/var/lib/adaptersync/staged"
+    """Local disk, the same path on every replica: vLLM's block hashes contain it."""
+    heartbeat_s: float = 1.0
+    """How often to look at the engine and say so."""
+    probe_timeout_s: float = 3.0
+    """How long the engine may take to answer a liveness probe."""
+    load_timeout_s: float = 60.0
+    """How long a load may take."""
+    visible_timeout_s: float = 60.0
+    """How long an announced version may be invisible on this host's mount."""
+
+
+class RouterSection(Section, frozen=True, kw_only=True):
+    name: str = "router-0"
+    host: str = "127.0.0.1"
+    port: int = 8080
+    hold_s: float = 30.0
+    """How long to hold a request for a version that is about to be promoted."""
+    held_requests: int = 4096
+    """How many requests may be held at once."""
+    body_bytes: int = 16 << 20
+    """The largest request body."""
+    connect_timeout_s: float = 5.0
+    request_timeout_s: float = 600.0
+    """From sending a request to a replica to its last byte."""
+    max_inflight: int = 4096
+    """Requests in flight in this router; more are answered 503."""
+    table_max_age_s: float = 60.0
+    """How long to serve from a table that could not be read again."""
+    blocks_per_version: int = 500_000
+    """Owned prefix blocks kept for one version."""
+    blocks_per_request: int = 512
+    """Blocks of one prompt that are looked up; the rest of a long prompt follows the head."""
+    spill: int = 8
+    """How many requests in flight an owner may be ahead of the least loaded replica."""
+    ledger_queue: int = 20_000
+    """Ledger rows waiting to be written."""
+
+
+class RelaySection(Section, frozen=True, kw_only=True):
+    host: str = "127.0.0.1"
+    port: int = 8070
+    router_url: str = "http://127.0.0.1:8080"
+    allowed_root: str = ""
+    """Adapters are taken only from below this directory. Empty: the working directory of the relay."""
+    promotion_timeout_s: float = 120.0
+    """How long a load call waits for its version to become current."""
+
+
+class TrainerSection(Section, frozen=True, kw_only=True):
+    run: str = ""
+    """The run's name; no default, since two runs must not share one."""
+    router_url: str = "http://127.0.0.1:8080"
+    promotion_timeout_s: float = 120.0
+    """How long training waits for a promotion before it gives up."""
+    max_staleness: int = 2
+    """How many promotions old a version may be and still serve."""
+
+
+class JobsSection(Section, frozen=True, kw_only=True):
+    verify: bool = True
+    """Read every promoted version again, off the critical path."""
+
+
+class Config(Section, frozen=True, kw_only=True):
+    group: GroupSection = GroupSection()
+    redis: RedisSection = RedisSection()
+    store: StoreSection = StoreSection()
+    coordinator: CoordinatorSection = CoordinatorSection()
+    agent: AgentSection = AgentSection()
+    router: RouterSection = RouterSection()
+    relay: RelaySection = RelaySection()
+    trainer: TrainerSection = TrainerSection()
+    jobs: JobsSection = JobsSection()
+
+
+def load_config(
+    path: Path | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Config:
+    """Settings from defaults, file, environment and `overrides` ("router.port": 8080), in that order."""
+    environment = os.environ if environment is None else environment
+    named = path or (Path(environment["ADAPTERSYNC_CONFIG"]) if environment.get("ADAPTERSYNC_CONFIG") else None)
+    settings = _read(named) if named else {}
+    for name, value in environment.items():
+        section, separator, key = name.removeprefix(ENVIRONMENT).lower().partition("__")
+        if name.startswith(ENVIRONMENT) and separator:
+            settings.setdefault(section, {})[key] = value
+    for dotted, value in (overrides or {}).items():
+        section, _, key = dotted.partition(".")
+        if value is not None:
+            settings.setdefault(section, {})[key] = value
+    try:
+        config = msgspec.convert(settings, Config, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"setting is wrong: {error}".replace("$.", ""),
+            next_step="see adaptersync config --explain",
+            file=str(named or ""),
+        ) from error
+    _check(config)
+    return config
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"settings cannot be read: {error.strerror}", next_step="check --config", file=str(path)
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"settings are not TOML: {error}", file=str(path)) from error
+
+
+def _check(config: Config) -> None:
+    check_name("group", config.group.name)
+    for section in config.__struct_fields__:
+        values = getattr(config, section)
+        for key in values.__struct_fields__:
+            value = getattr(values, key)
+            if type(value) in (int, float) and (value < 0 or (value == 0 and key.endswith("_s"))):
+                raise ConfigError("setting must be positive", key=f"{section}.{key}", value=value)
+    if not Path(config.agent.stage_path).is_absolute() or not Path(config.store.path).is_absolute():
+        raise ConfigError(
+            "store.path and agent.stage_path must be absolute: vLLM would look a relative one up on a hub"
+        )
+    if config.coordinator.min_ready < 1:
+        raise ConfigError("setting must be at least 1", key="coordinator.min_ready", value=config.coordinator.min_ready)

@@ -1,0 +1,158 @@
+"""One tree of errors.
+
+    AdapterSyncError
+    ├── ConfigError          a setting is wrong; names the key
+    ├── NameInvalid          a run, replica, group or adapter id is not of the form we accept
+    ├── AdapterInvalid       a directory is not an adapter the fleet can serve
+    ├── StoreError           the artifact store could not be written or read
+    │   ├── NameTaken        the name exists with other bytes; a name is never rewritten
+    │   └── ArtifactCorrupt  bytes differ from what the manifest says
+    ├── ControlError         Redis said no, or could not be asked
+    │   ├── ControlUnavailable
+    │   ├── Fenced           a newer trainer, agent or coordinator has taken over
+    │   └── Conflict         the fleet moved on between reading and writing
+    ├── EngineError          one vLLM server
+    │   ├── EngineUnavailable
+    │   └── EngineRefused    it answered, and the answer was no
+    ├── PublicationFailed    a version did not become current
+    └── Unroutable           the router cannot serve the name that was asked for
+
+Every error is one line: what happened, the ids it concerns, and what to do next. `retryable` says whether the
+same call may succeed later; `http_status` and `exit_code` are what a server and a command answer with.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class AdapterSyncError(Exception):
+    """Base of every error raised on purpose."""
+
+    code: ClassVar[str] = "error"
+    retryable: ClassVar[bool] = False
+    http_status: ClassVar[int] = 500
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, reason: str, *, next_step: str = "", **ids: str | int | float | None) -> None:
+        self.reason = reason
+        self.next_step = next_step
+        self.ids = {name: value for name, value in ids.items() if value is not None}
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        about = "".join(f" {name}={value}" for name, value in self.ids.items())
+        line = f"{self.reason}{' (' + about.strip() + ')' if about else ''}"
+        if self.next_step:
+            line = f"{line}; {self.next_step}"
+        return " ".join(line.split())
+
+
+class ConfigError(AdapterSyncError):
+    code = "config"
+    http_status = 400
+    exit_code = 78  # EX_CONFIG
+
+
+class NameInvalid(AdapterSyncError):
+    code = "name-invalid"
+    http_status = 400
+    exit_code = 64  # EX_USAGE
+
+
+class AdapterInvalid(AdapterSyncError):
+    code = "adapter-invalid"
+    http_status = 422
+    exit_code = 65  # EX_DATAERR
+
+
+class StoreError(AdapterSyncError):
+    code = "store"
+    exit_code = 74  # EX_IOERR
+
+
+class NameTaken(StoreError):
+    code = "name-taken"
+    http_status = 409
+
+
+class ArtifactCorrupt(StoreError):
+    code = "artifact-corrupt"
+    exit_code = 65
+
+
+class ControlError(AdapterSyncError):
+    code = "control"
+    http_status = 503
+
+
+class ControlUnavailable(ControlError):
+    code = "control-unavailable"
+    retryable = True
+    exit_code = 69  # EX_UNAVAILABLE
+
+
+class Fenced(ControlError):
+    code = "fenced"
+    http_status = 409
+    exit_code = 77  # EX_NOPERM
+
+
+class Conflict(ControlError):
+    code = "conflict"
+    retryable = True
+    http_status = 409
+    exit_code = 75  # EX_TEMPFAIL
+
+
+class EngineError(AdapterSyncError):
+    code = "engine"
+    http_status = 502
+
+
+class EngineUnavailable(EngineError):
+    code = "engine-unavailable"
+    retryable = True
+    exit_code = 69
+
+
+class EngineRefused(EngineError):
+    """`status` is the HTTP status of the engine, `kind` its error type."""
+
+    code = "engine-refused"
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        status: int,
+        kind: str = "",
+        next_step: str = "",
+        **ids: str | int | float | None,
+    ) -> None:
+        super().__init__(reason, next_step=next_step, status=status, **ids)
+        self.status = status
+        self.kind = kind
+
+
+class PublicationFailed(AdapterSyncError):
+    code = "publication-failed"
+
+
+class Unroutable(AdapterSyncError):
+    """`status` is what the client is told; `retry_after_s` asks it to come back."""
+
+    code = "unroutable"
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        status: int,
+        retry_after_s: float | None = None,
+        next_step: str = "",
+        **ids: str | int | float | None,
+    ) -> None:
+        super().__init__(reason, next_step=next_step, **ids)
+        self.status = status
+        self.retry_after_s = retry_after_s

@@ -1,0 +1,142 @@
+"""Every Redis key: its name, type, bound, time to live and who writes it.
+
+All keys of a group share one hash tag, so that one Lua script may touch them. `SPECS` is the table that documentation,
+access rules and the leak check of the tests are made from.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from adaptersync_core.identity import check_name
+
+PREFIX = "adaptersync"
+Server = Literal["control", "cache"]
+
+
+class KeySpec(Struct, frozen=True, kw_only=True):
+    """One kind of key. `ttl_s` is 0 for keys that stay; `bound` says what keeps it from growing."""
+
+    pattern: str
+    type: Literal["string", "hash", "stream", "zset", "set"]
+    server: Server
+    writer: str
+    bound: str
+    ttl_s: int = 0
+
+
+REPLICA_TTL_S = 3600  # a replica that said nothing for an hour is forgotten
+ROUTER_TTL_S = 10  # a router that said nothing for this long no longer holds up retirement
+VERSION_TTL_S = 30 * 86400  # how long the fate of a version that is gone can be asked for
+OWNERSHIP_TTL_S = 6 * 3600  # ownership of a version nobody asks for any more
+
+SPECS = (
+    KeySpec(pattern="control", type="hash", server="control", writer="coordinator", bound="5 fields"),
+    KeySpec(
+        pattern="table",
+        type="string",
+        server="control",
+        writer="coordinator",
+        bound="live versions and members",
+    ),
+    KeySpec(pattern="events", type="stream", server="control", writer="all", bound="trimmed by retention"),
+    KeySpec(pattern="rollouts", type="stream", server="control", writer="router", bound="trimmed by compaction"),
+    KeySpec(pattern="runs", type="set", server="control", writer="trainer", bound="one a run"),
+    KeySpec(pattern="run:{run}", type="hash", server="control", writer="trainer", bound="7 fields"),
+    KeySpec(pattern="published:{run}", type="zset", server="control", writer="trainer", bound="one a version kept"),
+    KeySpec(
+        pattern="manifest:{version}",
+        type="string",
+        server="control",
+        writer="trainer",
+        bound="8 MiB",
+        ttl_s=VERSION_TTL_S,
+    ),
+    KeySpec(
+        pattern="version:{version}",
+        type="hash",
+        server="control",
+        writer="coordinator",
+        bound="20 fields",
+        ttl_s=VERSION_TTL_S,
+    ),
+    KeySpec(pattern="requests", type="hash", server="control", writer="admin", bound="64 requests"),
+    KeySpec(pattern="replicas", type="zset", server="control", writer="agent", bound="one a replica"),
+    KeySpec(
+        pattern="replica:{replica}",
+        type="hash",
+        server="control",
+        writer="agent",
+        bound="15 fields",
+        ttl_s=REPLICA_TTL_S,
+    ),
+    KeySpec(
+        pattern="acks:{replica}",
+        type="hash",
+        server="control",
+        writer="agent",
+        bound="live versions",
+        ttl_s=REPLICA_TTL_S,
+    ),
+    KeySpec(pattern="routers", type="zset", server="control", writer="router", bound="one a router"),
+    KeySpec(
+        pattern="router:{router}",
+        type="hash",
+        server="control",
+        writer="router",
+        bound="6 fields",
+        ttl_s=ROUTER_TTL_S,
+    ),
+    KeySpec(
+        pattern="owned:{version}",
+        type="hash",
+        server="cache",
+        writer="router",
+        bound="router.blocks_per_version",
+        ttl_s=OWNERSHIP_TTL_S,
+    ),
+    KeySpec(pattern="inflight", type="hash", server="cache", writer="router", bound="routers x replicas"),
+)
+
+
+class Keys:
+    """The keys of one group."""
+
+    def __init__(self, group: str) -> None:
+        self.group = check_name("group", group)
+        self._head = f"{PREFIX}:{{{group}}}:"
+        self.control = self._head + "control"
+        self.table = self._head + "table"
+        self.events = self._head + "events"
+        self.rollouts = self._head + "rollouts"
+        self.runs = self._head + "runs"
+        self.requests = self._head + "requests"
+        self.replicas = self._head + "replicas"
+        self.routers = self._head + "routers"
+        self.inflight = self._head + "inflight"
+
+    def run(self, run: str) -> str:
+        return f"{self._head}run:{run}"
+
+    def published(self, run: str) -> str:
+        return f"{self._head}published:{run}"
+
+    def manifest(self, adapter_id: str) -> str:
+        return f"{self._head}manifest:{adapter_id}"
+
+    def version(self, adapter_id: str) -> str:
+        return f"{self._head}version:{adapter_id}"
+
+    def replica(self, replica: str) -> str:
+        return f"{self._head}replica:{replica}"
+
+    def acks(self, replica: str) -> str:
+        return f"{self._head}acks:{replica}"
+
+    def router(self, router: str) -> str:
+        return f"{self._head}router:{router}"
+
+    def owned(self, adapter_id: str) -> str:
+        return f"{self._head}owned:{adapter_id}"

@@ -1,0 +1,110 @@
+"""The only module that imports the Redis client.
+
+Two profiles. A *command* client answers within seconds and never repeats a write by itself: a lost reply is resolved
+by calling again a script that is idempotent. A *blocking* client waits for stream entries on a connection of its own,
+with a socket timeout longer than its wait (redis-py 8 would otherwise repeat the read without a word). Replies are
+text, protocol RESP2, so that both server families and both client generations answer in the same shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, NoPermissionError, NoScriptError, RedisError, ResponseError
+
+from adaptersync_core.errors import ControlError, ControlUnavailable
+from adaptersync_core.scripts import Script
+
+COMMAND_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 3.0
+POOL_LIMIT = 32  # connections of one process to one server
+
+Argument = str | bytes | int | float
+Entry = tuple[str, dict[str, str]]
+
+
+class RedisClient:
+    """One server, one profile. Every failure to reach it is ControlUnavailable; what it refuses is ControlError."""
+
+    def __init__(self, url: str, *, name: str, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
+        self.url = url
+        # the generic call answers in one shape in every version of the client; it is untyped there
+        self._client: Any = redis.asyncio.Redis.from_url(
+            url,
+            client_name=name,
+            decode_responses=True,
+            protocol=2,
+            max_connections=POOL_LIMIT,
+            retry=Retry(NoBackoff(), 0),
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            socket_keepalive=True,
+            socket_timeout=timeout_s,
+        )
+
+    @classmethod
+    def blocking(cls, url: str, *, name: str, block_s: float) -> RedisClient:
+        """A client for calls that wait on the server for up to `block_s` seconds."""
+        return cls(url, name=name, timeout_s=block_s + COMMAND_TIMEOUT_S)
+
+    async def command(self, *arguments: Argument) -> Any:
+        with _translated(self.url):
+            return await self._client.execute_command(*arguments)
+
+    async def pipeline(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
+        """Several reads in one round trip, in one transaction; replies in order."""
+        if not commands:
+            return []
+        with _translated(self.url):
+            async with self._client.pipeline(transaction=True) as pipe:
+                for command in commands:
+                    pipe.execute_command(*command)
+                replies: list[Any] = await pipe.execute()
+                return replies
+
+    async def script(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
+        with _translated(self.url):
+            try:
+                return await self._client.execute_command("EVALSHA", script.sha, len(keys), *keys, *arguments)
+            except NoScriptError:
+                return await self._client.execute_command("EVAL", script.source, len(keys), *keys, *arguments)
+
+    async def read_stream(self, key: str, after: str, *, count: int = 256, block_s: float | None = None) -> list[Entry]:
+        """Entries later than `after`, oldest first; waits up to `block_s` for the first one."""
+        block = () if block_s is None else ("BLOCK", max(1, int(block_s * 1000)))
+        reply = await self.command("XREAD", "COUNT", count, *block, "STREAMS", key, after)
+        return [(entry_id, fields or {}) for _, entries in reply or [] for entry_id, fields in entries]
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def rq_connection(url: str) -> redis.Redis:
+    """The client rq wants: synchronous, replies in bytes."""
+    return redis.Redis.from_url(url, socket_connect_timeout=CONNECT_TIMEOUT_S, socket_keepalive=True)
+
+
+@contextlib.contextmanager
+def _translated(url: str) -> Iterator[None]:
+    where = url.rsplit("@", 1)[-1]  # never a password
+    try:
+        yield
+    except (AuthenticationError, NoPermissionError) as error:
+        raise ControlError(
+            f"Redis refused: {error}", next_step="check user and password of this service", redis=where
+        ) from error
+    except (
+        redis.exceptions.ConnectionError,
+        redis.exceptions.TimeoutError,
+        redis.exceptions.BusyLoadingError,
+        OSError,
+    ) as error:
+        raise ControlUnavailable(
+            f"Redis cannot be reached: {error}", next_step="check the server", redis=where
+        ) from error
+    except (ResponseError, RedisError) as error:
+        raise ControlError(f"Redis refused: {error}", redis=where) from error

@@ -1,0 +1,44 @@
+-- Commit one decision of the coordinator: all of it, or nothing.
+-- KEYS: control, table, events, requests, then the keys that the decision names by their place
+-- ARGV: token, generation the decision was made from, decision (JSON), new table (JSON)
+--   decision.acks       [[replica key, acks key, adapter id, engine epoch], ...]  each replica must be alive in this life of its
+--                       engine and have accepted that version in it
+--   decision.records    [[key, seconds to live, [field, value, ...]], ...]        hashes to write
+--   decision.events     [[field, value, ...], ...]
+--   decision.answered   [request id, ...]
+--   decision.alive_ms   how old a heartbeat may be
+-- Reply: {'ok', generation}, or {'fenced'}, {'moved', generation}, {'silent', key}, {'unacked', key}
+local known = redis.call('HMGET', KEYS[1], 'token', 'generation')
+if known[1] ~= ARGV[1] then
+  return {'fenced'}
+end
+if known[2] ~= ARGV[2] then
+  return {'moved', tonumber(known[2] or '0')}
+end
+local decision = cjson.decode(ARGV[3])
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+for _, need in ipairs(decision.acks) do
+  local report = redis.call('HMGET', KEYS[need[1]], 'heartbeat_ms', 'engine_epoch')
+  if not report[1] or now - report[1] > decision.alive_ms or report[2] ~= need[4] then
+    return {'silent', KEYS[need[1]]}
+  end
+  local ack = redis.call('HGET', KEYS[need[2]], need[3])
+  ack = ack and cjson.decode(ack)
+  if not ack or not ack.accepted or ack.engine_epoch ~= need[4] then
+    return {'unacked', KEYS[need[2]]}
+  end
+end
+local generation = redis.call('HINCRBY', KEYS[1], 'generation', 1)
+redis.call('SET', KEYS[2], ARGV[4])
+for _, record in ipairs(decision.records) do
+  redis.call('HSET', KEYS[record[1]], unpack(record[3]))
+  redis.call('EXPIRE', KEYS[record[1]], record[2])
+end
+for _, event in ipairs(decision.events) do
+  redis.call('XADD', KEYS[3], '*', unpack(event))
+end
+if #decision.answered > 0 then
+  redis.call('HDEL', KEYS[4], unpack(decision.answered))
+end
+return {'ok', generation}

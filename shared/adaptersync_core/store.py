@@ -1,0 +1,180 @@
+"""The artifact store: a directory tree in which a version appears whole or not at all, and never changes.
+
+Layout: `{root}/{run}/{adapter id}/` with the adapter's files and `manifest.json`. A version is written under a hidden
+name beside its place, flushed, and renamed. The store does not know who serves a version; it only keeps bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import msgspec
+
+from adaptersync_core.errors import ArtifactCorrupt, NameInvalid, NameTaken, StoreError
+from adaptersync_core.identity import check_name, parse_adapter_id
+from adaptersync_core.manifest import CHUNK, MANIFEST_FILE, MANIFEST_LIMIT, FileEntry, Manifest, hash_file
+
+FILE_MODE = 0o644  # readable by the serving side whatever user it runs as; safetensors writes 0600
+DIRECTORY_MODE = 0o755
+
+
+class Reader(Protocol):
+    """How bytes are read from a mount; a test puts one in between that lags or tears."""
+
+    def open(self, path: Path) -> BinaryIO: ...
+
+
+class DirectReader:
+    def open(self, path: Path) -> BinaryIO:
+        return path.open("rb")
+
+
+class ArtifactStore:
+    """Publish into and read from one store root."""
+
+    def __init__(self, root: Path, reader: Reader | None = None) -> None:
+        self.root = root
+        self._reader = reader or DirectReader()
+
+    def directory(self, adapter_id: str) -> Path:
+        """Where a version lies; the path is a function of the name alone."""
+        return self.root / parse_adapter_id(adapter_id).run / adapter_id
+
+    def publish(self, manifest: Manifest, source: Path) -> Path:
+        """Put the files of `source` under the manifest's name, all or nothing. A repeat is a no-op.
+
+        NameTaken when the name exists with another manifest, ArtifactCorrupt when `source` changed since it was hashed.
+        """
+        place = self.directory(manifest.adapter_id)
+        if place.exists():
+            return self._same(manifest, place)
+        staging = place.parent / f".staging-{manifest.adapter_id}-{secrets.token_hex(4)}"
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            staging.mkdir()
+            for directory in (place.parent, staging):
+                directory.chmod(DIRECTORY_MODE)  # whatever the trainer's umask says
+            for file in manifest.files:
+                copy_verified(self._reader, source / file.name, staging / file.name, file, manifest.adapter_id)
+            write_durably(staging / MANIFEST_FILE, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+            sync_directory(staging)
+            staging.rename(place)
+            sync_directory(place.parent)
+        except OSError as error:
+            if place.exists():  # another process published the same name in between
+                return self._same(manifest, place)
+            raise StoreError(
+                f"version could not be stored: {error.strerror or error}",
+                next_step="check space and permissions of the store; nothing was published",
+                version=manifest.adapter_id,
+                store=str(self.root),
+            ) from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        return place
+
+    def _same(self, manifest: Manifest, place: Path) -> Path:
+        if self.read_manifest(manifest.adapter_id).files != manifest.files:
+            raise NameTaken("name exists with other bytes", version=manifest.adapter_id, path=str(place))
+        return place
+
+    def read_manifest(self, adapter_id: str) -> Manifest:
+        """The manifest as stored; StoreError when it cannot be read or is not of that version."""
+        path = self.directory(adapter_id) / MANIFEST_FILE
+        try:
+            with self._reader.open(path) as file:
+                raw = file.read(MANIFEST_LIMIT + 1)
+            manifest = msgspec.json.decode(raw, type=Manifest)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise StoreError(f"manifest cannot be read: {error}", version=adapter_id, path=str(path)) from error
+        if manifest.adapter_id != adapter_id:
+            raise ArtifactCorrupt("manifest is of another version", version=adapter_id, found=manifest.adapter_id)
+        return manifest
+
+    def copy_out(self, manifest: Manifest, target: Path) -> None:
+        """Copy a version's files into the existing directory `target`, checking every byte on the way."""
+        for file in manifest.files:
+            source = self.directory(manifest.adapter_id) / file.name
+            copy_verified(self._reader, source, target / file.name, file, manifest.adapter_id)
+        sync_directory(target)
+
+    def versions(self) -> Iterator[str]:
+        """Adapter ids of all versions in the store, by run and sequence number."""
+        with contextlib.suppress(FileNotFoundError):
+            for run in sorted(path for path in self.root.iterdir() if path.is_dir() and not path.name.startswith(".")):
+                names = []
+                for path in run.iterdir():
+                    with contextlib.suppress(NameInvalid):
+                        names.append(parse_adapter_id(path.name))
+                yield from (
+                    str(name)
+                    for name in sorted(names, key=lambda name: name.seq)
+                    if name.run == check_name("run", run.name)
+                )
+
+
+def verify_files(manifest: Manifest, directory: Path) -> None:
+    """ArtifactCorrupt, naming file and reason, unless `directory` holds exactly the manifest's bytes."""
+    for file in manifest.files:
+        path = directory / file.name
+        try:
+            found = hash_file(path)
+        except OSError as error:
+            raise ArtifactCorrupt(
+                f"file cannot be read: {error.strerror}", version=manifest.adapter_id, file=str(path)
+            ) from error
+        _check(file, found.size, found.sha256, manifest.adapter_id)
+
+
+def copy_verified(reader: Reader, source: Path, target: Path, expected: FileEntry, adapter_id: str) -> None:
+    """Copy one file and flush it; what was written is what the entry says, or ArtifactCorrupt."""
+    digest = hashlib.sha256()
+    size = 0
+    with reader.open(source) as incoming, target.open("wb") as outgoing:
+        while chunk := incoming.read(CHUNK):
+            size += len(chunk)
+            if size > expected.size:
+                break
+            digest.update(chunk)
+            outgoing.write(chunk)
+        outgoing.flush()
+        os.fchmod(outgoing.fileno(), FILE_MODE)
+        os.fsync(outgoing.fileno())
+    _check(expected, size, digest.hexdigest(), adapter_id)
+
+
+def _check(expected: FileEntry, size: int, sha256: str, adapter_id: str) -> None:
+    if size != expected.size:
+        raise ArtifactCorrupt(
+            "file has the wrong size",
+            version=adapter_id,
+            file=expected.name,
+            size=size,
+            expected=expected.size,
+        )
+    if sha256 != expected.sha256:
+        raise ArtifactCorrupt("file has the wrong bytes", version=adapter_id, file=expected.name, sha256=sha256[:16])
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fchmod(file.fileno(), FILE_MODE)
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Make names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

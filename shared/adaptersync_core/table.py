@@ -1,0 +1,94 @@
+"""The table: what the fleet should hold and what may be served, in one document.
+
+The coordinator alone writes it, whole, with every decision; its generation grows by one each time. Agents take from it
+what their engine should have loaded, routers what may be asked for, trainers what is current. It holds only what is
+alive: the fate of versions that are gone stands in their own records.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+LiveState = Literal["staging", "ready", "current", "retained", "retiring"]
+MemberState = Literal["joining", "ready", "draining", "ejected"]
+ROUTABLE: frozenset[LiveState] = frozenset({"current", "retained"})
+
+
+class LiveVersion(Struct, frozen=True, kw_only=True):
+    """One version the fleet deals with. Times are the control server's wall clock in seconds.
+
+    `drained` is set on a retiring version once no router sends to it: agents then unload it. `changed_in` is the
+    generation in which `state` was entered.
+    """
+
+    run: str
+    seq: int
+    epoch: int
+    digest: str
+    state: LiveState
+    published_at: float
+    since: float
+    changed_in: int
+    drained: bool = False
+
+
+class Member(Struct, frozen=True, kw_only=True):
+    """One replica as the coordinator sees it; `reason` says why it is in that state."""
+
+    state: MemberState
+    url: str
+    engine_epoch: str
+    since: float
+    block_size: int
+    reason: str = ""
+
+
+class RunEntry(Struct, frozen=True, kw_only=True):
+    """One run. `considered` is the highest sequence number that has been taken up or passed over."""
+
+    epoch: int
+    max_staleness: int
+    considered: int = 0
+    current: str | None = None
+
+
+class Table(Struct, frozen=True, kw_only=True):
+    """`versions` by adapter id, `members` by replica, `runs` by name."""
+
+    incarnation: str = ""
+    generation: int = 0
+    written_at: float = 0.0
+    min_ready: int = 1
+    runs: dict[str, RunEntry] = {}
+    versions: dict[str, LiveVersion] = {}
+    members: dict[str, Member] = {}
+
+    def wanted(self) -> list[str]:
+        """What every engine should hold: what is served first, then what is on its way in."""
+        order: dict[LiveState, int] = {"current": 0, "retained": 1, "retiring": 2, "ready": 3, "staging": 4}
+        live = [(order[entry.state], -entry.seq, name) for name, entry in self.versions.items() if not entry.drained]
+        return [name for _, _, name in sorted(live)]
+
+    def routable(self, adapter_id: str) -> bool:
+        entry = self.versions.get(adapter_id)
+        return entry is not None and entry.state in ROUTABLE
+
+    def window(self, run: str) -> list[str]:
+        """Routable versions of a run, newest first; the first is not always current (a rollback moves it back)."""
+        mine = [
+            (entry.seq, name) for name, entry in self.versions.items() if entry.run == run and entry.state in ROUTABLE
+        ]
+        return [name for _, name in sorted(mine, reverse=True)]
+
+    def candidate(self, run: str) -> str | None:
+        """The one version of a run that is on its way in."""
+        for name, entry in self.versions.items():
+            if entry.run == run and entry.state in ("staging", "ready"):
+                return name
+        return None
+
+    def ready(self) -> list[str]:
+        """Replicas that may be sent requests."""
+        return sorted(name for name, member in self.members.items() if member.state == "ready")

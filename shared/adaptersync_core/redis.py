@@ -52,14 +52,14 @@ class RedisClient:
         return cls(url, name=name, timeout_s=block_s + COMMAND_TIMEOUT_S)
 
     async def command(self, *arguments: Argument) -> Any:
-        with _translated(self.url):
+        with translated(self.url):
             return await self._client.execute_command(*arguments)
 
     async def pipeline(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
         """Several reads in one round trip, in one transaction; replies in order."""
         if not commands:
             return []
-        with _translated(self.url):
+        with translated(self.url):
             async with self._client.pipeline(transaction=True) as pipe:
                 for command in commands:
                     pipe.execute_command(*command)
@@ -67,7 +67,7 @@ class RedisClient:
                 return replies
 
     async def script(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
-        with _translated(self.url):
+        with translated(self.url):
             try:
                 return await self._client.execute_command("EVALSHA", script.sha, len(keys), *keys, *arguments)
             except NoScriptError:
@@ -89,7 +89,8 @@ def rq_connection(url: str) -> redis.Redis:
 
 
 @contextlib.contextmanager
-def _translated(url: str) -> Iterator[None]:
+def translated(url: str) -> Iterator[None]:
+    """Turn what the client raises into our errors."""
     where = url.rsplit("@", 1)[-1]  # never a password
     try:
         yield

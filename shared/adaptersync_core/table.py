@@ -20,7 +20,7 @@ class LiveVersion(Struct, frozen=True, kw_only=True):
     """One version the fleet deals with. Times are the control server's wall clock in seconds.
 
     `drained` is set on a retiring version once no router sends to it: agents then unload it. `changed_in` is the
-    generation in which `state` was entered.
+    generation in which `state` was entered. `voided` says that it retires because it was found bad.
     """
 
     run: str
@@ -32,6 +32,7 @@ class LiveVersion(Struct, frozen=True, kw_only=True):
     since: float
     changed_in: int
     drained: bool = False
+    voided: bool = False
 
 
 class Member(Struct, frozen=True, kw_only=True):

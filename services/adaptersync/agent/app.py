@@ -1,0 +1,186 @@
+"""The agent's two loops: say what the engine is and holds, and bring it to hold what the table wants."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from functools import partial
+from pathlib import Path
+
+from adaptersync.agent.engine import Engine
+from adaptersync.agent.reconcile import plan
+from adaptersync.agent.staging import Staging
+from adaptersync_core.bus import Bell, ring_on_events
+from adaptersync_core.config import Config
+from adaptersync_core.errors import AdapterSyncError, EngineUnavailable, StoreError
+from adaptersync_core.keys import Keys
+from adaptersync_core.lifecycle import run_until_stopped
+from adaptersync_core.redis import RedisClient
+from adaptersync_core.registry import Ack, Registry, ReplicaReport
+from adaptersync_core.store import ArtifactStore
+from adaptersync_core.table import Table
+from adaptersync_core.telemetry import configure_logging
+from adaptersync_core.vllm import VllmClient
+
+REST_S = 10.0  # before a refused version that is still wanted is tried again
+
+log = logging.getLogger(__name__)
+
+
+def run_agent(config: Config) -> None:
+    """Stand beside one engine until SIGTERM."""
+    configure_logging("agent", config.agent.name)
+    run_until_stopped(_stand_beside(config))
+
+
+async def _stand_beside(config: Config) -> None:
+    keys = Keys(config.group.name)
+    client = RedisClient(config.redis.control_url, name=config.agent.name)
+    async with VllmClient(config.agent.engine_url) as vllm:
+        agent = Agent(config, Registry(client, keys), vllm)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(
+                    ring_on_events(agent.bell, config.redis.control_url, keys.events, name=config.agent.name)
+                )
+                tasks.create_task(agent.observe())
+                await agent.reconcile()
+        finally:
+            await agent.close()
+            await client.close()
+
+
+class Agent:
+    """One replica's agent. `loaded` is what the engine listed when it was last looked at."""
+
+    def __init__(self, config: Config, registry: Registry, vllm: VllmClient) -> None:
+        self._config = config
+        self._settings = config.agent
+        self._registry = registry
+        self._staging = Staging(Path(config.agent.stage_path), ArtifactStore(Path(config.store.path)))
+        self._engine = Engine(vllm, self._staging.root)
+        self._busy: dict[str, asyncio.Task[None]] = {}
+        self._refused: dict[str, float] = {}
+        self._loaded: list[str] = []
+        self.bell = Bell()
+
+    async def observe(self) -> None:
+        """Heartbeat: no word from the engine, no word to Redis, and the fleet counts this replica as silent."""
+        while True:
+            began = time.monotonic()
+            try:
+                await self._report()
+            except AdapterSyncError as error:
+                log.warning("not reported: %s", error)
+            await asyncio.sleep(max(0.0, self._settings.heartbeat_s - (time.monotonic() - began)))
+
+    async def _report(self) -> None:
+        before = self._engine.epoch
+        self._loaded = await self._engine.observe(timeout_s=self._settings.probe_timeout_s)
+        facts = self._engine.facts
+        if facts is None:
+            raise EngineUnavailable("engine was not seen yet", engine=self._settings.engine_url)
+        report = ReplicaReport(
+            url=self._settings.public_url or self._settings.engine_url,
+            base_model=facts.base_model,
+            engine_epoch=self._engine.epoch,
+            max_loras=facts.max_loras,
+            max_cpu_loras=facts.max_cpu_loras,
+            max_lora_rank=facts.max_lora_rank,
+            block_size=facts.block_size,
+            loaded=tuple(self._loaded),
+            engine=f"vllm {facts.version}",
+            host=socket.gethostname(),
+        )
+        await self._registry.report_replica(self._settings.name, report)
+        if before != self._engine.epoch:
+            self._refused.clear()  # another life, another chance
+            self.bell.ring()
+
+    async def reconcile(self) -> None:
+        """Level-triggered: look at the table on every event and at least every heartbeat."""
+        while True:
+            await self.bell.wait(self._settings.heartbeat_s)
+            if not self._engine.epoch:
+                continue
+            try:
+                await self._step(await self._registry.table())
+            except AdapterSyncError as error:
+                log.warning("will try again: %s", error)
+
+    async def _step(self, table: Table) -> None:
+        if not table.generation:
+            return  # no table, no orders: unloading everything would be the wrong reading of a lost Redis
+        self._loaded = await self._engine.loaded()
+        now = time.monotonic()
+        work = plan(
+            wanted=table.wanted(),
+            loaded=self._loaded,
+            acks=await self._registry.acks(self._settings.name),
+            engine_epoch=self._engine.epoch,
+            busy=self._busy,
+            resting=[name for name, until in self._refused.items() if until > now],
+        )
+        for name in work.cancel:
+            self._busy[name].cancel()
+        for name in work.bring + work.confirm:
+            task = asyncio.create_task(self._hold(name))
+            self._busy[name] = task
+            task.add_done_callback(partial(self._done, name))
+        for name in work.unload:
+            await self._engine.unload(name)
+            log.info("unloaded %s", name)
+        await self._registry.forget_acks(self._settings.name, work.forget)
+        if work.unload:
+            await self._report()
+        for name in self._staging.staged():
+            if name not in table.versions and name not in self._busy and name not in self._loaded:
+                await asyncio.to_thread(self._staging.discard, name)
+
+    def _done(self, name: str, task: asyncio.Task[None]) -> None:
+        self._busy.pop(name)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._refused[name] = time.monotonic() + REST_S
+            log.error("could not deal with %s: %s", name, error, exc_info=error)
+
+    async def _hold(self, name: str) -> None:
+        """Bring one version into the engine and say so; whatever stands in the way is a refusal with its reason."""
+        epoch = self._engine.epoch
+        phases: dict[str, float] = {}
+        try:
+            phases = await self._bring(name)
+            ack = Ack(accepted=True, engine_epoch=epoch, phases=phases)
+        except AdapterSyncError as error:
+            log.warning("refuses %s: %s", name, error)
+            self._refused[name] = time.monotonic() + REST_S
+            ack = Ack(accepted=False, engine_epoch=epoch, reason=str(error), phases=phases)
+        await self._registry.ack(self._settings.name, name, ack)
+        if ack.accepted:
+            self._refused.pop(name, None)
+            log.info("holds %s: %s", name, " ".join(f"{phase}={spent:.3f}" for phase, spent in phases.items()))
+
+    async def _bring(self, name: str) -> dict[str, float]:
+        manifest = await self._registry.manifest(name)
+        if manifest is None:
+            raise StoreError("manifest is not known", version=name)
+        phases = await self._staging.bring(manifest, timeout_s=self._settings.visible_timeout_s)
+        began = time.monotonic()
+        facts = self._engine.facts
+        await asyncio.to_thread(
+            self._staging.check,
+            manifest,
+            max_lora_rank=facts.max_lora_rank if facts else 0,
+            base=self._engine.base,
+        )
+        phases["verified_s"] += time.monotonic() - began
+        began = time.monotonic()
+        await self._engine.load(name, self._staging.path(name), timeout_s=self._settings.load_timeout_s)
+        phases["loaded_s"] = time.monotonic() - began
+        return phases
+
+    async def close(self) -> None:
+        for task in self._busy.values():
+            task.cancel()
+        await asyncio.gather(*self._busy.values(), return_exceptions=True)

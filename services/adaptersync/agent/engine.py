@@ -1,0 +1,79 @@
+"""One engine's adapters: what it is, what it lists, and loading and unloading so that the answer is certain.
+
+The server's word is not enough. A load counts when the engine lists the name with our directory, in the same life of
+the process as before; a load that timed out or was called a duplicate is settled by reading that list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from adaptersync_core.errors import AdapterInvalid, EngineRefused, EngineUnavailable
+from adaptersync_core.tensors import read_header
+from adaptersync_core.vllm import EngineFacts, VllmClient
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """The engine this agent stands beside. `epoch` names one life of its process; empty until it was first seen."""
+
+    def __init__(self, client: VllmClient, stage_path: Path) -> None:
+        self._client = client
+        self._stage_path = stage_path
+        self._changing = asyncio.Lock()  # the engine loads one after the other anyway; so the list is read between
+        self.epoch = ""
+        self.facts: EngineFacts | None = None
+        self.base: dict[str, tuple[int, ...]] = {}
+
+    async def observe(self, *, timeout_s: float) -> list[str]:
+        """Check that the engine lives, learn of a restart, and list what it holds of ours."""
+        await self._client.alive(timeout_s=timeout_s)
+        epoch = await self._client.epoch()
+        if epoch != self.epoch:
+            self.facts = await self._client.facts()
+            self.base = await asyncio.to_thread(base_shapes, Path(self.facts.root))
+            self.epoch = epoch
+            log.info("engine %s began its life %s; base weights known: %d", self._client.url, epoch, len(self.base))
+        return await self.loaded()
+
+    async def loaded(self) -> list[str]:
+        listed = await self._client.adapters()
+        return sorted(name for name, root in listed.items() if root == str(self._stage_path / name))
+
+    async def load(self, name: str, path: Path, *, timeout_s: float) -> None:
+        """EngineRefused or EngineUnavailable unless the engine lists the name with this path afterwards."""
+        async with self._changing:
+            before = await self._client.epoch()
+            failure: EngineRefused | EngineUnavailable | None = None
+            try:
+                await self._client.load(name, str(path), timeout_s=timeout_s)
+            except (EngineRefused, EngineUnavailable) as error:
+                failure = error
+            listed = (await self._client.adapters()).get(name)
+            if listed is None:
+                raise failure or EngineRefused("engine said it loaded and does not list it", status=200, version=name)
+            if listed != str(path):
+                raise EngineRefused("engine has the name with another directory", status=409, version=name)
+            if await self._client.epoch() != before:
+                raise EngineUnavailable("engine restarted while it loaded", version=name)
+
+    async def unload(self, name: str) -> None:
+        async with self._changing:
+            await self._client.unload(name)
+
+
+def base_shapes(root: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the base model's weights, from the headers of its files; empty when they are not on this host."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(root.glob("*.safetensors")) if root.is_dir() else ():
+        try:
+            with path.open("rb") as file:
+                tensors, _ = read_header(file, size=path.stat().st_size, name=path.name)
+        except (OSError, AdapterInvalid) as error:
+            log.warning("base weights cannot be read, so adapters are not checked against them: %s", error)
+            return {}
+        shapes |= {name: tensor.shape for name, tensor in tensors.items()}
+    return shapes

@@ -1,0 +1,104 @@
+"""Bytes on their way from the store to this host's disk, and proof that they arrived.
+
+The engine is only ever handed a directory that was verified and that nobody writes to again. Its absolute path is the
+same on every replica, because the engine's block hashes contain it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import shutil
+import time
+from pathlib import Path
+
+from adaptersync_core.errors import AdapterInvalid, ArtifactCorrupt, NameInvalid, StoreError
+from adaptersync_core.identity import parse_adapter_id
+from adaptersync_core.manifest import Manifest, check_against_base, inspect
+from adaptersync_core.store import ArtifactStore, verify_files
+
+FIRST_PAUSE_S = 0.05  # between looks at a mount that does not show a version yet; doubles up to LAST_PAUSE_S
+LAST_PAUSE_S = 1.0
+
+
+class Staging:
+    """The staged versions of one host."""
+
+    def __init__(self, root: Path, store: ArtifactStore) -> None:
+        self.root = root
+        self._store = store
+
+    def path(self, adapter_id: str) -> Path:
+        parse_adapter_id(adapter_id)  # nothing else may become part of a path
+        return self.root / adapter_id
+
+    async def bring(self, manifest: Manifest, *, timeout_s: float) -> dict[str, float]:
+        """Have the version staged and verified; returns the seconds spent by phase.
+
+        StoreError when the store does not show it in `timeout_s`, ArtifactCorrupt when it shows something else. A mount
+        that shows too little at first (an upload on its way) is looked at again until then.
+        """
+        began = time.monotonic()
+        pause = FIRST_PAUSE_S
+        while not self.path(manifest.adapter_id).is_dir():
+            try:
+                await asyncio.to_thread(self._copy, manifest)
+            except (OSError, ArtifactCorrupt) as error:
+                if time.monotonic() - began + pause > timeout_s:
+                    if isinstance(error, ArtifactCorrupt):
+                        raise
+                    raise StoreError(
+                        f"store does not show the version: {error.strerror or error}",
+                        next_step="check the mount of the store on this host",
+                        version=manifest.adapter_id,
+                        waited_s=round(time.monotonic() - began, 1),
+                    ) from error
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, LAST_PAUSE_S)
+        staged = time.monotonic()
+        await asyncio.to_thread(verify_files, manifest, self.path(manifest.adapter_id))
+        return {"staged_s": staged - began, "verified_s": time.monotonic() - staged}
+
+    def _copy(self, manifest: Manifest) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        half = self.root / f".half-{manifest.adapter_id}-{secrets.token_hex(4)}"
+        half.mkdir()
+        try:
+            self._store.copy_out(manifest, half)
+            half.rename(self.path(manifest.adapter_id))
+        finally:
+            shutil.rmtree(half, ignore_errors=True)
+
+    def check(self, manifest: Manifest, *, max_lora_rank: int, base: dict[str, tuple[int, ...]]) -> None:
+        """AdapterInvalid unless the engine can serve it: it would load much of what it cannot without a word.
+
+        `base` maps the base model's weights to their shapes; empty when they cannot be read on this host.
+        """
+        shape = inspect(self.path(manifest.adapter_id))
+        if shape != manifest.shape:
+            raise AdapterInvalid("files and manifest tell of different adapters", version=manifest.adapter_id)
+        if max_lora_rank and shape.rank > max_lora_rank:
+            raise AdapterInvalid(
+                f"rank {shape.rank} is above the engine's {max_lora_rank}",
+                next_step="raise --max-lora-rank, or train with a smaller r",
+                version=manifest.adapter_id,
+            )
+        if base:
+            check_against_base(shape, base)
+
+    def discard(self, adapter_id: str) -> None:
+        """Delete a staged version; the engine must not hold it."""
+        shutil.rmtree(self.path(adapter_id), ignore_errors=True)
+
+    def staged(self) -> list[str]:
+        """Versions on this host's disk; leftovers of an interrupted copy are removed."""
+        names = []
+        with contextlib.suppress(FileNotFoundError):
+            for path in self.root.iterdir():
+                if path.name.startswith(".half-"):
+                    shutil.rmtree(path, ignore_errors=True)
+                    continue
+                with contextlib.suppress(NameInvalid):
+                    names.append(str(parse_adapter_id(path.name)))
+        return sorted(names)

@@ -1,0 +1,113 @@
+"""Who belongs to the fleet, and who may be sent requests. Pure.
+
+A replica is `ready` only with acks, in this life of its engine, for everything that is served. It stops being ready
+when its engine restarts (at once: it holds nothing), when it falls silent or is ejected (never below `min_ready`), or
+when it drains.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from adaptersync.coordinator.draft import Draft
+from adaptersync_core.config import Config
+from adaptersync_core.registry import Ack, Fleet, ReplicaReport
+from adaptersync_core.table import Member, Table
+
+
+def accepted(fleet: Fleet, replica: str, version: str, engine_epoch: str) -> bool:
+    ack = answer(fleet, replica, version, engine_epoch)
+    return ack is not None and ack.accepted
+
+
+def answer(fleet: Fleet, replica: str, version: str, engine_epoch: str) -> Ack | None:
+    """A replica's word on a version in this life of its engine."""
+    ack = fleet.acks.get(replica, {}).get(version)
+    return ack if ack is not None and ack.engine_epoch == engine_epoch else None
+
+
+def served(table: Table) -> list[str]:
+    """All routable versions, of all runs."""
+    return sorted(name for name in table.versions if table.routable(name))
+
+
+def members(fleet: Fleet, config: Config) -> Draft | None:
+    """Take in what replicas report: who is new, restarted, silent, back, ready or gone."""
+    draft = Draft(fleet)
+    for name, seen in fleet.replicas.items():
+        if seen.age_s <= config.coordinator.alive_s:
+            _alive(draft, fleet, config, name, seen.report)
+    for name, member in fleet.table.members.items():
+        gone = fleet.replicas.get(name)
+        if gone is None or gone.age_s > config.coordinator.alive_s:
+            _silent(draft, config, name, member, None if gone is None else gone.age_s)
+    return draft if draft.events or draft.members != fleet.table.members else None
+
+
+def _alive(draft: Draft, fleet: Fleet, config: Config, name: str, report: ReplicaReport) -> None:
+    fresh = Member(
+        state="joining",
+        url=report.url,
+        engine_epoch=report.engine_epoch,
+        since=fleet.now,
+        block_size=report.block_size,
+    )
+    member = draft.members.get(name)
+    if member is None:
+        draft.member(name, "joining", "new", fresh)
+    elif member.engine_epoch != report.engine_epoch:
+        draft.member(name, "joining", "engine restarted; it holds nothing", fresh)
+    elif report.draining:
+        if member.state != "draining":
+            draft.member(name, "draining", "asked by its agent", member)
+    elif member.state == "draining":
+        draft.member(name, "joining", "no longer draining", fresh)
+    elif member.state == "ejected":
+        if fleet.now - member.since >= config.coordinator.eject_s:
+            draft.member(name, "joining", "back after it was ejected", fresh)
+    elif member.state == "joining":
+        missing = _missing(fleet, config, name, report)
+        if not missing:
+            draft.need_acks(name, report.engine_epoch, served(fleet.table))
+            draft.member(name, "ready", "holds all that is served", fresh)
+        elif missing != member.reason:
+            draft.members[name] = replace(member, reason=missing)  # no event: it is still joining
+    elif (member.url, member.block_size) != (report.url, report.block_size):
+        draft.members[name] = replace(member, url=report.url, block_size=report.block_size)
+
+
+def _missing(fleet: Fleet, config: Config, name: str, report: ReplicaReport) -> str:
+    """Why a replica may not be ready, or nothing."""
+    if report.base_model != config.group.base_model:
+        return f"serves base model {report.base_model}, the group serves {config.group.base_model}"
+    slots = slots_of(report)
+    needed = max((entry.max_staleness + 2 for entry in fleet.table.runs.values()), default=2)
+    if slots and slots < needed:
+        return f"capacity: holds {slots} adapters, {needed} are needed; raise --max-loras and --max-cpu-loras"
+    for version in served(fleet.table):
+        ack = answer(fleet, name, version, report.engine_epoch)
+        if ack is None:
+            return f"has yet to load {version}"
+        if not ack.accepted:
+            return f"refused {version}: {ack.reason}"
+    return ""
+
+
+def slots_of(report: ReplicaReport) -> int:
+    """How many adapters an engine holds without evicting one; 0 when it does not say."""
+    return max(report.max_loras, report.max_cpu_loras)
+
+
+def _silent(draft: Draft, config: Config, name: str, member: Member, age_s: float | None) -> None:
+    said = "its record expired" if age_s is None else f"no heartbeat for {age_s:.1f} s"
+    if member.state == "ready":
+        if can_spare(draft, config, 1):
+            draft.member(name, "ejected", f"silent: {said}", member)
+    elif member.state != "ejected" or age_s is None:
+        draft.gone(name, said)
+
+
+def can_spare(draft: Draft, config: Config, count: int) -> bool:
+    """Whether `count` ready replicas may be taken out without going below the floor."""
+    ready = sum(member.state == "ready" for member in draft.members.values())
+    return ready - count >= config.coordinator.min_ready

@@ -1,0 +1,156 @@
+"""From published to current, or not. Pure.
+
+One version of a run is on its way in at a time. It becomes current when every ready replica, and at least `min_ready`,
+accepted it in the present life of its engine; the same is checked again where the decision is committed.
+"""
+
+from __future__ import annotations
+
+from adaptersync.coordinator.draft import Draft
+from adaptersync.coordinator.membership import answer, can_spare, slots_of
+from adaptersync_core.config import Config
+from adaptersync_core.events import VersionPromoted, VersionRolledBack, VersionStaging, VersionSuperseded
+from adaptersync_core.registry import Fleet
+from adaptersync_core.table import LiveVersion, RunEntry
+
+
+def runs(fleet: Fleet, config: Config) -> Draft | None:
+    """Take in runs that began, and trainers that took over: what an older one had on its way in is superseded."""
+    draft = Draft(fleet)
+    for name, record in fleet.runs.items():
+        entry = fleet.table.runs.get(name, RunEntry(epoch=0, max_staleness=0))
+        if (entry.epoch, entry.max_staleness) == (record.epoch, record.max_staleness):
+            continue
+        draft.runs[name] = RunEntry(
+            epoch=record.epoch,
+            max_staleness=record.max_staleness,
+            considered=entry.considered,
+            current=entry.current,
+        )
+        candidate = fleet.table.candidate(name)
+        if candidate is not None and fleet.table.versions[candidate].epoch != record.epoch:
+            _supersede(draft, candidate, f"trainer epoch {record.epoch} began", live=True)
+    return draft if draft.runs != fleet.table.runs else None
+
+
+def take_up(fleet: Fleet, config: Config) -> Draft | None:
+    """Ask the fleet to load the newest publication of a run; older ones are passed over."""
+    table = fleet.table
+    ready = table.ready()
+    if len(ready) < config.coordinator.min_ready:
+        return None  # an empty fleet promotes nothing; what is published waits
+    slots = min((slots_of(fleet.replicas[name].report) for name in ready if name in fleet.replicas), default=0)
+    for run, entry in table.runs.items():
+        newer = [manifest for manifest in fleet.published.get(run, ()) if manifest.seq > entry.considered]
+        if not newer or table.candidate(run) is not None:
+            continue
+        if slots and len(table.wanted()) >= slots:
+            continue  # a load would evict something live; retirement makes room
+        draft = Draft(fleet)
+        newest = newer[-1]
+        draft.runs[run] = RunEntry(
+            epoch=entry.epoch, max_staleness=entry.max_staleness, considered=newest.seq, current=entry.current
+        )
+        for manifest in newer:
+            if manifest.epoch != entry.epoch:
+                reason = f"published by trainer epoch {manifest.epoch}, which {entry.epoch} replaced"
+                _supersede(draft, manifest.adapter_id, reason)
+            elif manifest is not newest:
+                _supersede(draft, manifest.adapter_id, f"{newest.adapter_id} came before it was staged")
+            else:
+                draft.take_up(
+                    manifest.adapter_id,
+                    LiveVersion(
+                        run=run,
+                        seq=manifest.seq,
+                        epoch=manifest.epoch,
+                        digest=manifest.digest,
+                        state="staging",
+                        published_at=manifest.created_at,
+                        since=fleet.now,
+                        changed_in=draft.generation,
+                    ),
+                )
+                draft.events.append(
+                    VersionStaging(version=manifest.adapter_id, generation=draft.generation, replicas=" ".join(ready))
+                )
+        return draft
+    return None
+
+
+def conclude(fleet: Fleet, config: Config) -> Draft | None:
+    """Promote, roll back, or eject who stands alone, for the first candidate whose answers allow it."""
+    table = fleet.table
+    ready = table.ready()
+    if len(ready) < config.coordinator.min_ready:
+        return None  # not the version's fault: it waits for the fleet
+    for run in table.runs:
+        candidate = table.candidate(run)
+        if candidate is None:
+            continue
+        answers = {name: answer(fleet, name, candidate, table.members[name].engine_epoch) for name in ready}
+        refused = {name: ack.reason for name, ack in answers.items() if ack is not None and not ack.accepted}
+        silent = [name for name, ack in answers.items() if ack is None]
+        if not refused and not silent:
+            return _promote(fleet, run, candidate, ready)
+        if len(refused) * 2 >= len(ready):
+            return _roll_back(fleet, candidate, "; ".join(f"{name}: {why}" for name, why in refused.items()))
+        late = fleet.now - table.versions[candidate].since > config.coordinator.deadline_s
+        if silent and not late:
+            continue
+        # what is left stands against replicas that accepted, or kept silent too long
+        odd = {name: f"refused {candidate}: {why}" for name, why in refused.items()}
+        odd |= {name: f"no ack of {candidate} in {config.coordinator.deadline_s:g} s" for name in silent}
+        draft = Draft(fleet)
+        if len(odd) == len(ready) or not can_spare(draft, config, len(odd)):
+            return _roll_back(fleet, candidate, "; ".join(f"{name}: {why}" for name, why in odd.items()))
+        for name, why in odd.items():
+            draft.member(name, "ejected", why, table.members[name])
+        return draft
+    return None
+
+
+def _promote(fleet: Fleet, run: str, candidate: str, ready: list[str]) -> Draft:
+    draft = Draft(fleet)
+    table = fleet.table
+    entry = table.runs[run]
+    version = table.versions[candidate]
+    for name in ready:
+        draft.need_acks(name, table.members[name].engine_epoch, [candidate])
+    draft.enter(candidate, "current")
+    previous = entry.current
+    if previous in draft.versions and previous is not None:
+        draft.enter(previous, "retained")
+    draft.runs[run] = RunEntry(
+        epoch=entry.epoch, max_staleness=entry.max_staleness, considered=entry.considered, current=candidate
+    )
+    draft.events.append(
+        VersionPromoted(
+            version=candidate,
+            generation=draft.generation,
+            replicas=" ".join(ready),
+            previous=previous or "",
+            waited_s=max(0.0, fleet.now - version.published_at),
+        )
+    )
+    # the window: promotions of this epoch, the newest max_staleness beside the current one
+    behind = [name for name in table.window(run) if table.versions[name].epoch == version.epoch]
+    for name in table.window(run):
+        if name not in behind[: entry.max_staleness]:
+            draft.retire(name, f"beyond the window of {candidate}")
+    return draft
+
+
+def _roll_back(fleet: Fleet, candidate: str, reason: str) -> Draft:
+    draft = Draft(fleet)
+    draft.leave(candidate, "rolled_back", reason)
+    draft.events.append(VersionRolledBack(version=candidate, generation=draft.generation, reason=reason))
+    return draft
+
+
+def _supersede(draft: Draft, name: str, reason: str, *, live: bool = False) -> None:
+    if live:
+        draft.leave(name, "superseded", reason)
+    else:
+        draft.record(name, "superseded", reason)
+    draft.events.append(VersionSuperseded(version=name, generation=draft.generation, reason=reason))

@@ -1,0 +1,77 @@
+"""From retained to gone, and back from a bad version. Pure.
+
+A version that retires is sent nothing new; once every live router has said so and has none of its requests in flight,
+agents unload it; once no replica holds it, it is gone. Files are deleted by nobody before that.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from adaptersync.coordinator.draft import Draft
+from adaptersync_core.config import Config
+from adaptersync_core.events import RequestRefused, VersionRetired, VersionRolledBack, VersionVoided
+from adaptersync_core.registry import Fleet, Request
+
+
+def drain(fleet: Fleet, config: Config) -> Draft | None:
+    """Let agents unload what no router sends to any more."""
+    draft = Draft(fleet)
+    for name, version in fleet.table.versions.items():
+        if version.state != "retiring" or version.drained:
+            continue
+        quiet = all(
+            router.generation >= version.changed_in and not router.inflight.get(name)
+            for router in fleet.routers.values()
+        )
+        if quiet or fleet.now - version.since > config.coordinator.drain_s:
+            draft.versions[name] = replace(version, drained=True, since=fleet.now)
+    return draft if draft.versions != fleet.table.versions else None
+
+
+def forget(fleet: Fleet, config: Config) -> Draft | None:
+    """Drop what every live replica has unloaded. One that is silent holds nothing up: it reconciles when it is back."""
+    draft = Draft(fleet)
+    alive = [seen.report for seen in fleet.replicas.values() if seen.age_s <= config.coordinator.alive_s]
+    for name, version in fleet.table.versions.items():
+        if version.drained and not any(name in report.loaded for report in alive):
+            draft.leave(name, "voided" if version.voided else "retired", "unloaded everywhere")
+            draft.events.append(VersionRetired(version=name, generation=draft.generation))
+    return draft if draft.events else None
+
+
+def requests(fleet: Fleet, config: Config) -> Draft | None:
+    """Answer the first open request of an operator."""
+    for request_id, request in sorted(fleet.requests.items()):
+        draft = Draft(fleet)
+        draft.answered.append(request_id)
+        refusal = _roll_back(fleet, draft, request)
+        if refusal:
+            draft.events.append(RequestRefused(request=request_id, reason=refusal))
+        return draft
+    return None
+
+
+def _roll_back(fleet: Fleet, draft: Draft, request: Request) -> str:
+    """Go back to an earlier version of a run, or give up its candidate; returns why that cannot be done."""
+    table = fleet.table
+    entry = table.runs.get(request.run)
+    if request.kind != "rollback" or entry is None:
+        return f"there is no run {request.run}"
+    reason = request.reason or "asked by an operator"
+    candidate = table.candidate(request.run)
+    if candidate is not None and request.version in ("", candidate):
+        draft.leave(candidate, "rolled_back", reason)
+        draft.events.append(VersionRolledBack(version=candidate, generation=draft.generation, reason=reason))
+        return ""
+    earlier = [name for name in table.window(request.run) if name != entry.current]
+    target = request.version or (earlier[0] if earlier else "")
+    if target not in earlier or entry.current is None:
+        return f"{target or 'an earlier version'} is not retained; retained: {' '.join(earlier) or 'none'}"
+    bad = [name for name in table.window(request.run) if table.versions[name].seq > table.versions[target].seq]
+    for name in bad:
+        draft.retire(name, reason, voided=True)
+        draft.events.append(VersionVoided(version=name, generation=draft.generation, reason=reason, current=target))
+    draft.enter(target, "current")
+    draft.runs[request.run] = replace(entry, current=target)
+    return ""

@@ -1,0 +1,262 @@
+"""Publish adapters from any trainer, and learn what became of them.
+
+    with AdapterPublisher(load_config(), run="my-run") as publisher:
+        publication = publisher.publish("out/adapter", step=10)
+        outcome = publication.wait(60)          # current, superseded or rolled_back, with the reason
+
+`publish` returns when the version is stored and announced; the fleet loads it while training goes on. One publisher is
+one incarnation of the run's trainer: it begins a new epoch, and an older one that still lives can publish no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, TypeVar
+
+from msgspec import Struct
+
+from adaptersync_core.bus import Bell, ring_on_events
+from adaptersync_core.config import Config
+from adaptersync_core.errors import AdapterSyncError, ConfigError, ControlUnavailable, PublicationFailed
+from adaptersync_core.identity import check_name
+from adaptersync_core.keys import Keys
+from adaptersync_core.manifest import FILES, Manifest, content_digest, hash_file, inspect
+from adaptersync_core.redis import RedisClient
+from adaptersync_core.registry import Registry, VersionRecord
+from adaptersync_core.store import ArtifactStore
+
+INSIST_S = 30.0  # how long a call is repeated while Redis is away; every call is safe to repeat
+PAUSE_S = 0.2
+LOOK_S = 1.0  # how often outcomes are looked for when no event says so
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class SavesAdapter(Protocol):
+    """A PeftModel, as far as it matters here."""
+
+    def save_pretrained(self, save_directory: str) -> Any: ...
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """What became of a version. `current` says that it was promoted, even if another has followed since."""
+
+    state: Literal["current", "superseded", "rolled_back", "voided"]
+    reason: str = ""
+
+
+class Publication:
+    """A published version."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.adapter_id = manifest.adapter_id
+        self.seq = manifest.seq
+        self.digest = manifest.digest
+        self._settled: Future[Outcome] = Future()
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """None while the fleet is still at it."""
+        return self._settled.result() if self._settled.done() else None
+
+    def wait(self, timeout_s: float) -> Outcome:
+        """The outcome; PublicationFailed when there is none in time."""
+        try:
+            return self._settled.result(timeout_s)
+        except TimeoutError:
+            raise PublicationFailed(
+                f"no outcome in {timeout_s:g} s",
+                next_step="look at adaptersync status: is a coordinator leading, are replicas ready?",
+                version=self.adapter_id,
+            ) from None
+
+    def settle(self, outcome: Outcome) -> None:
+        if not self._settled.done():
+            self._settled.set_result(outcome)
+
+
+class AdapterPublisher:
+    """One trainer's hold on a run. Safe to use from several threads; versions come in the order of the calls.
+
+    `config.trainer` names run and window unless given here. ConfigError without a run, ControlUnavailable without Redis.
+    """
+
+    def __init__(self, config: Config, run: str | None = None, *, max_staleness: int | None = None) -> None:
+        self.run = check_name("run", run or config.trainer.run or _no_run())
+        self.max_staleness = config.trainer.max_staleness if max_staleness is None else max_staleness
+        self.epoch = 0
+        self.latest_seq = 0
+        self.current_seq: int | None = None
+        self._store = ArtifactStore(Path(config.store.path))
+        self._client = RedisClient(config.redis.control_url, name=f"trainer-{self.run}")
+        self._registry = Registry(self._client, Keys(config.group.name))
+        self._tasks: list[asyncio.Task[None]] = []
+        self._pending: dict[str, Publication] = {}
+        self._watchers: list[Callable[[int], None]] = []
+        self._publishing = threading.Lock()
+        self._bell = Bell()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"publisher-{self.run}", daemon=True)
+        self._thread.start()
+        try:
+            self._call(self._begin())
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> AdapterPublisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def publish(
+        self,
+        source: str | Path | SavesAdapter,
+        *,
+        step: int | None = None,
+        timings: Mapping[str, float] | None = None,
+    ) -> Publication:
+        """Store and announce an adapter: a PEFT directory, or a model that saves itself as one.
+
+        `timings` are seconds the trainer spent on it, by phase, for the record. AdapterInvalid when the fleet could not
+        serve it, StoreError when it cannot be stored, Fenced when a newer trainer has begun the run. After an error
+        nothing was announced, and the next call may publish the same again.
+        """
+        with self._publishing, _directory(source) as directory:
+            began = time.monotonic()
+            shape = inspect(directory)
+            files = tuple(hash_file(directory / name) for name in FILES)
+            hashed = time.monotonic()
+            digest = content_digest(files)
+            nonce = secrets.token_hex(8)
+            seq = self._call(self._insist(lambda: self._registry.reserve(self.run, epoch=self.epoch, nonce=nonce)))
+            manifest = Manifest(
+                run=self.run,
+                seq=seq,
+                epoch=self.epoch,
+                digest=digest,
+                files=files,
+                shape=shape,
+                created_at=time.time(),
+                step=step,
+                timings={**(timings or {}), "hashed_s": hashed - began},
+            )
+            self._store.publish(manifest, directory)
+            publication = Publication(manifest)
+            self._call(self._announce(publication))
+            log.info("published %s in %.3f s", manifest.adapter_id, time.monotonic() - began)
+            if shape.noop:
+                log.warning("%s changes nothing: every lora_B is zero", manifest.adapter_id)
+            return publication
+
+    def on_promoted(self, callback: Callable[[int], None]) -> None:
+        """Call `callback(seq)` from this object's own thread whenever the run's current version changes."""
+        self._watchers.append(callback)
+
+    def close(self) -> None:
+        """Stop watching. Versions that are under way go on without us."""
+        if self._thread.is_alive():
+            self._call(self._end())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    # on the loop of this object's thread
+
+    async def _begin(self) -> None:
+        nonce = secrets.token_hex(16)
+        begin = self._registry.begin_run
+        self.epoch, self.latest_seq = await self._insist(
+            lambda: begin(self.run, nonce=nonce, max_staleness=self.max_staleness, trainer=socket.gethostname())
+        )
+        name = f"trainer-{self.run}"
+        follow = ring_on_events(self._bell, self._client.url, self._registry.keys.events, name=name)
+        self._tasks = [asyncio.create_task(follow), asyncio.create_task(self._watch())]
+
+    async def _announce(self, publication: Publication) -> None:
+        await self._insist(
+            lambda: self._registry.publish(publication.manifest, published_at=publication.manifest.created_at)
+        )
+        self._pending[publication.adapter_id] = publication
+        self.latest_seq = publication.seq
+
+    async def _watch(self) -> None:
+        while True:
+            await self._bell.wait(LOOK_S)
+            try:
+                await self._look()
+            except AdapterSyncError as error:
+                log.warning("outcomes not known: %s", error)
+
+    async def _look(self) -> None:
+        table = await self._registry.table()
+        entry = table.runs.get(self.run)
+        current = table.versions.get(entry.current) if entry and entry.current else None
+        if current is not None and current.epoch == self.epoch and current.seq != self.current_seq:
+            self.current_seq = current.seq
+            for callback in self._watchers:
+                callback(current.seq)
+        for name, publication in list(self._pending.items()):
+            outcome = _outcome(await self._registry.version(name))
+            if outcome is not None:
+                del self._pending[name]
+                publication.settle(outcome)
+
+    async def _insist(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        deadline = time.monotonic() + INSIST_S
+        while True:
+            try:
+                return await call()
+            except ControlUnavailable as error:
+                if time.monotonic() > deadline:
+                    raise
+                log.warning("will try again: %s", error)
+                await asyncio.sleep(PAUSE_S)
+
+    async def _end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._client.close()
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _outcome(record: VersionRecord | None) -> Outcome | None:
+    match record.state if record else "":
+        case "current" | "retained" | "retiring" | "retired":
+            return Outcome(state="current")
+        case "superseded" | "rolled_back" | "voided" as state:
+            return Outcome(state=state, reason=record.reason if record else "")
+    return None
+
+
+@contextlib.contextmanager
+def _directory(source: str | Path | SavesAdapter) -> Iterator[Path]:
+    if isinstance(source, str | Path):
+        yield Path(source)
+        return
+    with tempfile.TemporaryDirectory(prefix="adaptersync-") as scratch:
+        source.save_pretrained(scratch)
+        yield Path(scratch)
+
+
+def _no_run() -> str:
+    raise ConfigError("no run name", next_step="give run=..., or set trainer.run")

@@ -91,7 +91,8 @@ class Publication:
 class AdapterPublisher:
     """One trainer's hold on a run. Safe to use from several threads; versions come in the order of the calls.
 
-    `config.trainer` names run and window unless given here. ConfigError without a run, ControlUnavailable without Redis.
+    `config.trainer` names run and window unless given here. ConfigError without a run, ControlUnavailable without
+    Redis.
     """
 
     def __init__(self, config: Config, run: str | None = None, *, max_staleness: int | None = None) -> None:

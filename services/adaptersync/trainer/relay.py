@@ -1,0 +1,263 @@
+"""An address that looks like one vLLM server to an unmodified TRL, on the trainer's own host.
+
+TRL pauses, loads, resumes, and asks for `trl-policy-v7`. Here a load becomes a publication that is waited for, a pause
+becomes nothing (a new name needs none), and TRL's names become aliases of versions of the present epoch. TRL ends the
+training at any refused load and retries an unknown name for minutes, so where the fleet could not take a version in
+time, its alias points to the last one promoted, and every request through it is marked as substituted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import orjson
+from aiohttp import web
+from msgspec import Struct
+
+from adaptersync.trainer.publisher import AdapterPublisher
+from adaptersync_core.config import Config
+from adaptersync_core.errors import AdapterInvalid, AdapterSyncError, ConfigError, EngineUnavailable, PublicationFailed
+from adaptersync_core.keys import Keys
+from adaptersync_core.lifecycle import run_until_stopped
+from adaptersync_core.manifest import FILES, content_digest, hash_file
+from adaptersync_core.redis import RedisClient
+from adaptersync_core.registry import Registry
+from adaptersync_core.telemetry import configure_logging
+
+ALIASES = 256  # names kept; TRL asks for none older than its staleness window
+BODY_LIMIT = 16 << 20  # bytes of one request
+SUBSTITUTED = "x-adaptersync-substituted"  # tells the router's ledger which name was asked for
+PASSED_ON = ("content-type", "x-adaptersync-version", "x-adaptersync-replica", "retry-after")
+
+log = logging.getLogger(__name__)
+
+
+class Load(Struct, frozen=True, kw_only=True):
+    """The body of TRL's load call."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class Alias(Struct, frozen=True, kw_only=True):
+    """What one of TRL's names stands for; `substituted` when the fleet could not take the version itself."""
+
+    digest: str
+    version: str
+    substituted: bool = False
+
+
+def run_relay(config: Config) -> None:
+    """Relay for one trainer until SIGTERM."""
+    configure_logging("relay", config.trainer.run)
+    if not config.trainer.run:
+        raise ConfigError("no run name", next_step="give --run, or set trainer.run")
+    run_until_stopped(_serve(config))
+
+
+async def _serve(config: Config) -> None:
+    runner = web.AppRunner(relay_app(config), access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, config.relay.host, config.relay.port).start()
+        log.info("listens on http://%s:%d for run %s", config.relay.host, config.relay.port, config.trainer.run)
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()
+
+
+def relay_app(config: Config) -> web.Application:
+    relay = Relay(config)
+    app = web.Application(client_max_size=BODY_LIMIT, middlewares=[_errors])
+    app.cleanup_ctx.append(relay.lifetime)
+    app.add_routes(
+        [
+            web.get("/health", relay.forward),
+            web.get("/v1/models", relay.forward),
+            web.post("/tokenize", relay.forward),
+            web.get("/server_info", relay.server_info),
+            web.post("/pause", relay.nothing),
+            web.post("/resume", relay.nothing),
+            web.post("/v1/load_lora_adapter", relay.load),
+            web.post("/v1/unload_lora_adapter", relay.nothing),
+            web.post("/v1/completions", relay.generate),
+            web.post("/v1/chat/completions", relay.generate),
+        ]
+    )
+    return app
+
+
+class Relay:
+    """One trainer's view of the fleet."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._root = Path(config.relay.allowed_root or ".").resolve()
+        self._aliases: dict[str, Alias] = {}
+        self._loading = asyncio.Lock()
+        self._publisher: AdapterPublisher | None = None
+
+    async def lifetime(self, app: web.Application) -> AsyncIterator[None]:
+        """Resources from start to stop of the application."""
+        self._client = RedisClient(self._config.redis.control_url, name=f"relay-{self._config.trainer.run}")
+        self._registry = Registry(self._client, Keys(self._config.group.name))
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=self._config.router.max_inflight),
+            timeout=aiohttp.ClientTimeout(total=self._config.router.request_timeout_s),
+            auto_decompress=False,
+        )
+        await self._begin()
+        yield
+        await self._session.close()
+        await self._client.close()
+        if self._publisher is not None:
+            await asyncio.to_thread(self._publisher.close)
+
+    async def _begin(self) -> None:
+        """A trainer began: a new epoch, in which TRL may count from 1 again."""
+        if self._publisher is not None:
+            await asyncio.to_thread(self._publisher.close)
+        self._aliases.clear()
+        self._publisher = await asyncio.to_thread(AdapterPublisher, self._config)
+        log.info("run %s, trainer epoch %d", self._publisher.run, self._publisher.epoch)
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        """TRL's constructor asks this once; it reads four fields. Asked after a load, another TRL has started."""
+        if self._aliases:
+            await self._begin()
+        reports = [seen.report for seen in (await self._registry.fleet()).replicas.values()]
+        if not reports:
+            raise EngineUnavailable("no replica has reported", next_step="start agents, then the trainer")
+        lora = {
+            "max_lora_rank": min(report.max_lora_rank for report in reports),
+            "max_loras": min(report.max_loras for report in reports),
+        }
+        parallel = {"data_parallel_size": 1}  # a load reaches every replica, whatever they are made of
+        return web.json_response(
+            {"vllm_config": {"lora_config": lora, "parallel_config": parallel, "model_config": {}}}
+        )
+
+    async def nothing(self, request: web.Request) -> web.Response:
+        """Pause, resume and unload: the fleet neither pauses for a version nor lets a trainer unload one."""
+        return web.json_response({"status": "ok"})
+
+    async def load(self, request: web.Request) -> web.Response:
+        """Publish the directory, wait until the fleet serves it, and let TRL's name stand for it."""
+        try:
+            call = msgspec.json.decode(await request.read(), type=Load)
+        except msgspec.MsgspecError as error:
+            raise AdapterInvalid(f"load call cannot be read: {error}") from error
+        directory = await asyncio.to_thread(Path(call.lora_path).resolve)
+        if not directory.is_relative_to(self._root):
+            raise AdapterInvalid(
+                "directory is not below the relay's allowed root",
+                next_step="set relay.allowed_root to the trainer's output directory",
+                path=str(directory),
+                root=str(self._root),
+            )
+        async with self._loading:  # TRL sends one at a time; a repeat waits for the first
+            alias = await self._publish(call.lora_name, directory)
+            self._aliases.pop(call.lora_name, None)
+            self._aliases[call.lora_name] = alias
+            while len(self._aliases) > ALIASES:
+                del self._aliases[next(iter(self._aliases))]
+        return web.Response(text=f"Success: LoRA adapter '{call.lora_name}' is {alias.version}.")
+
+    async def _publish(self, name: str, directory: Path) -> Alias:
+        publisher = self._publisher
+        if publisher is None:
+            raise PublicationFailed("relay is not ready")
+        digest = await asyncio.to_thread(_digest, directory)
+        known = self._aliases.get(name)
+        if known is not None and known.digest == digest and not known.substituted:
+            return known
+        publication = await asyncio.to_thread(publisher.publish, directory)
+        try:
+            outcome = await asyncio.to_thread(publication.wait, self._config.relay.promotion_timeout_s)
+            why = f"{outcome.state}: {outcome.reason}"
+            if outcome.state == "current":
+                return Alias(digest=digest, version=publication.adapter_id)
+            if outcome.state == "rolled_back":
+                raise PublicationFailed(f"the fleet refused it: {outcome.reason}", version=publication.adapter_id)
+        except PublicationFailed as error:
+            if publication.outcome is not None:
+                raise
+            why = str(error)
+        entry = (await self._registry.table()).runs.get(publisher.run)
+        if entry is None or entry.current is None:
+            raise PublicationFailed(f"not served, and nothing before it: {why}", version=publication.adapter_id)
+        log.warning("%s stands for %s, since %s is %s", name, entry.current, publication.adapter_id, why)
+        return Alias(digest=digest, version=entry.current, substituted=True)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """A rollout: resolve TRL's name, and serve one that retired from the oldest version still retained."""
+        body = await request.read()
+        try:
+            asked = orjson.loads(body)
+            name = asked["model"]
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            raise AdapterInvalid("request names no model") from error
+        alias = self._aliases.get(name)
+        if alias is None:
+            return await self._forward(request, body, {})
+        target = await self._living(alias.version)
+        asked["model"] = target
+        marks = {SUBSTITUTED: name} if alias.substituted or target != alias.version else {}
+        return await self._forward(request, orjson.dumps(asked), marks)
+
+    async def _living(self, version: str) -> str:
+        table = await self._registry.table()
+        entry = table.versions.get(version)
+        if entry is not None and table.routable(version):
+            return version
+        window = table.window(self._config.trainer.run)
+        return window[-1] if window else version
+
+    async def forward(self, request: web.Request) -> web.StreamResponse:
+        return await self._forward(request, await request.read(), {})
+
+    async def _forward(self, request: web.Request, body: bytes, headers: dict[str, str]) -> web.StreamResponse:
+        url = self._config.relay.router_url.rstrip("/") + request.path
+        sent = {"content-type": request.content_type, **headers}
+        try:
+            async with self._session.request(request.method, url, data=body or None, headers=sent) as answer:
+                passed = {name: answer.headers[name] for name in PASSED_ON if name in answer.headers}
+                response = web.StreamResponse(status=answer.status, headers=passed)
+                response.content_length = answer.content_length
+                await response.prepare(request)
+                async for chunk in answer.content.iter_any():
+                    await response.write(chunk)
+                await response.write_eof()
+                return response
+        except (aiohttp.ClientConnectionError, TimeoutError) as error:
+            raise EngineUnavailable(
+                f"router does not answer: {error}", next_step="check relay.router_url", url=url
+            ) from error
+
+
+def _digest(directory: Path) -> str:
+    try:
+        return content_digest(tuple(hash_file(directory / name) for name in FILES))
+    except OSError as error:
+        raise AdapterInvalid(f"adapter cannot be read: {error.strerror}", path=str(directory)) from error
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Our errors in the shape of vLLM's; an adapter that no engine can serve is 501."""
+    try:
+        response: web.StreamResponse = await handler(request)
+        return response
+    except AdapterSyncError as error:
+        unservable = isinstance(error, AdapterInvalid) and request.path == "/v1/load_lora_adapter"
+        status = 501 if unservable else error.http_status
+        log.warning("%s %s: %s", request.method, request.path, error)
+        body = {"error": {"message": str(error), "type": error.code, "param": None, "code": status}}
+        return web.json_response(body, status=status)

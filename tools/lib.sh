@@ -42,21 +42,13 @@ make_venv() {
 
 pip_install() { "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --no-compile "$@"; }
 
-# Prints the pip options with which torch's CPU build is found: none where pip's own configuration offers it. A build
-# for GPUs is recognised by the CUDA libraries it requires. PyTorch's index is added only when needed: an index
-# that cannot be reached would fail an installation that does not need it.
+# Prints the pip options with which torch's CPU build is found: none where pip's own configuration offers it. PyTorch's
+# index is added only when needed: one that cannot be reached would hold up an installation that has no use for it.
 torch_options() {
     local pin
     pin=$(grep '^torch==' deploy/locks/cpu.txt)
-    if "$VENV/bin/python" -m pip install --dry-run --ignore-installed --no-deps --only-binary :all: --quiet \
-        --disable-pip-version-check --report - "$pin" 2>/dev/null |
-        "$VENV/bin/python" -c '
-import json, sys
-requires = json.load(sys.stdin)["install"][0]["metadata"].get("requires_dist", [])
-sys.exit(any(name.startswith(("nvidia-", "cuda-")) for name in requires))' 2>/dev/null; then
-        return
-    fi
-    echo "--extra-index-url $TORCH_CPU_INDEX"
+    pip_install --dry-run --ignore-installed --no-deps --only-binary :all: "$pin" >/dev/null 2>&1 ||
+        echo "--extra-index-url $TORCH_CPU_INDEX"
 }
 
 # install_environment simulated|cpu|gpu [dev]: idempotent; a stamp per part holds the hash of what made it.

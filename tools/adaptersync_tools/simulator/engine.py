@@ -1,0 +1,186 @@
+"""One simulated vLLM engine: adapters, prefix cache and output behind a few calls.
+
+Pure, but for reading adapter files. Has no clock and does no waiting: `scheduler.py` decides when things
+happen, `engine.py` what then is true.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from adaptersync_tools.simulator.adapter_files import Adapter, BaseModel, WorkerFailure, read_adapter
+from adaptersync_tools.simulator.errors import EngineDead, Refused, worker_failure
+from adaptersync_tools.simulator.kv_wire import KVEvent
+from adaptersync_tools.simulator.lora import LoraRequest, Registry, Slots
+from adaptersync_tools.simulator.prefix_cache import PrefixCache, Scope, Table
+from adaptersync_tools.simulator.voice import Spoken, Voice, prompt_logprobs, speak
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What vLLM's flags of the same names set. Sizes are in tokens or blocks."""
+
+    model: str = "base"
+    root: str = "base"
+    max_loras: int = 1
+    max_cpu_loras: int | None = None  # vLLM: as many as max_loras
+    max_lora_rank: int = 16
+    block_size: int = 16
+    num_blocks: int = 1024
+    max_model_len: int = 2048
+    max_num_seqs: int = 8
+    stop_probability: float = 0.0
+    base: BaseModel | None = None
+
+    @classmethod
+    def for_model_directory(cls, directory: Path, **fields: Any) -> "EngineConfig":
+        """Sizes of the base from `directory`/config.json; its path becomes the served root."""
+        return cls(root=str(directory), base=BaseModel.from_directory(directory), **fields)
+
+    @property
+    def registered_limit(self) -> int:
+        return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """One sequence: a prompt and one answer. `n` answers are `n` of these."""
+
+    prompt: list[int]
+    max_tokens: int
+    lora: LoraRequest | None = None
+    seed: int = 0
+    salt: str | None = None
+    want_prompt_logprobs: bool = False
+
+
+class Running:
+    """An admitted request. `spoken` is what it will say; `table` holds its blocks until `finish`."""
+
+    def __init__(self, request: Request, table: Table, spoken: Spoken, scored: list[float] | None) -> None:
+        self.request = request
+        self.table = table
+        self.spoken = spoken
+        self.prompt_logprobs = scored
+        self.text = request.prompt + spoken.tokens
+
+    def blocks_still_needed(self, block_size: int) -> int:
+        """The last token said is never computed, hence the -1."""
+        return max(0, -(-(len(self.text) - 1) // block_size) - len(self.table.blocks))
+
+
+class Engine:
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.serve_base = False  # a fault: answer under adapter names with the base
+        self.cache = PrefixCache(block_size=config.block_size, blocks=config.num_blocks)
+        self._slots = Slots(self._read, max_loras=config.max_loras, max_cpu_loras=config.registered_limit)
+        self.registry = Registry(self._slots, base_name=config.model)
+        self._running: list[Running] = []
+        self._base_voice = config.model.encode()
+
+    def load(self, name: str, path: str, *, inplace: bool = False, failure: Refused | None = None) -> None:
+        self._touch_running()
+        try:
+            self.registry.load(name, path, inplace=inplace, failure=failure)
+        finally:
+            self._touch_running()
+
+    def fits(self, request: Request) -> bool:
+        """Whether the scheduler could admit it now: a sequence, an adapter slot and blocks to the end."""
+        if len(self._running) >= self.config.max_num_seqs:
+            return False
+        promised = sum(r.blocks_still_needed(self.config.block_size) for r in self._running)
+        longest = -(-(len(request.prompt) + request.max_tokens) // self.config.block_size)
+        return longest <= self.cache.free - promised
+
+    def slot_for(self, lora: LoraRequest | None) -> bool:
+        """False if it would be one adapter more than fit a step; vLLM then lets later requests pass."""
+        ids = {r.request.lora.int_id for r in self._running if r.request.lora}
+        return lora is None or lora.int_id in ids or len(ids) < self.config.max_loras
+
+    def admit(self, request: Request) -> Running:
+        """Start a request: its adapter is made resident, its prompt is looked up and its blocks cached.
+
+        Raises EngineDead if the adapter was evicted and cannot be read again.
+        """
+        adapter = None
+        if request.lora is not None:
+            try:
+                adapter = self._slots.ensure(request.lora)
+            except (FileNotFoundError, WorkerFailure) as error:
+                raise EngineDead from error
+        lora = request.lora
+        scope = Scope(
+            lora_name=lora.name if lora else None,
+            lora_path=lora.path if lora else None,
+            lora_id=lora.int_id if lora else None,
+            salt=request.salt,
+        )
+        voice = self.voice(adapter)
+        table = self.cache.open(request.prompt, scope, look_up=not request.want_prompt_logprobs)
+        self.cache.extend(table, request.prompt, len(request.prompt))
+        spoken = speak(
+            voice,
+            request.prompt,
+            limit=request.max_tokens,
+            seed=request.seed,
+            stop_probability=self.config.stop_probability,
+        )
+        scored = prompt_logprobs(voice, request.prompt) if request.want_prompt_logprobs else None
+        running = Running(request, table, spoken, scored)
+        self._running.append(running)
+        return running
+
+    def advance(self, running: Running, said: int) -> None:
+        """Account for `said` tokens of the answer: all but the last of them have been computed."""
+        computed = len(running.request.prompt) + max(0, said - 1)
+        self.cache.extend(running.table, running.text, computed)
+
+    def unstarted(self, request: Request) -> Running:
+        """What became of a request that was aborted before it was admitted: nothing said, nothing held."""
+        table = Table(Scope(), [], [], self.config.block_size)
+        return Running(request, table, Spoken(tokens=[], logprobs=[], ended=False), None)
+
+    def finish(self, running: Running) -> None:
+        self._running.remove(running)
+        self.cache.close(running.table)
+
+    def cached_tokens(self, running: Running) -> int:
+        return running.table.hit_blocks * self.config.block_size
+
+    def voice(self, adapter: Adapter | None) -> Voice:
+        if adapter is None or not adapter.identity or self.serve_base:
+            return Voice(base=self._base_voice)
+        return Voice(base=self._base_voice, identity=adapter.identity, effect=adapter.effect)
+
+    def list_loras(self) -> list[int]:
+        return self._slots.registered()
+
+    def active_loras(self) -> list[int]:
+        return self._slots.active()
+
+    def remove_lora(self, int_id: int) -> bool:
+        return self._slots.remove(int_id)
+
+    def pin_lora(self, int_id: int) -> bool:
+        try:
+            self._slots.pin(int_id)
+        except WorkerFailure as error:
+            raise worker_failure("collective_rpc", str(error)) from error
+        return True
+
+    def take_events(self) -> Sequence[KVEvent]:
+        return self.cache.take_events()
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def _read(self, path: str) -> Adapter:
+        return read_adapter(path, max_lora_rank=self.config.max_lora_rank, base=self.config.base)
+
+    def _touch_running(self) -> None:
+        """Every step touches the adapters in use: a load evicts one only if nothing else is left."""
+        for lora in {r.request.lora.int_id: r.request.lora for r in self._running if r.request.lora}.values():
+            self._slots.touch(lora.int_id)

@@ -1,0 +1,23 @@
+"""Faults a test can order, by `POST /simulator/faults` or in process. Real vLLM has no such thing."""
+
+import msgspec
+
+
+class Faults(msgspec.Struct, kw_only=True):
+    """The faults in force. Each stays until changed; `fail_loads` and `drop_kv_batches` count down.
+
+    fail_loads       the next so many loads fail in the engine, with `fail_load_status` (their id is used up)
+    delay_load_s     every load holds the engine up this much longer
+    frozen           the engine core stands still: /health is 200, whatever needs the engine hangs
+    serve_base       requests under adapter names are answered by the base, from the next admission on
+    drop_kv_batches  the next so many KV-event batches are not sent; the replay still has them
+    die              the engine core dies now, and the process some time after it
+    """
+
+    fail_loads: int = 0
+    fail_load_status: int = 500
+    delay_load_s: float = 0.0
+    frozen: bool = False
+    serve_base: bool = False
+    drop_kv_batches: int = 0
+    die: bool = False

@@ -1,0 +1,454 @@
+"""vLLM's HTTP surface over a simulated engine, with an admin route for faults and one that counts calls.
+
+Routes, statuses and bodies are vLLM 0.32's, dev mode on; a route vLLM has and this lacks is a plain 404.
+"""
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from adaptersync_tools.simulator import answers, metrics, requests
+from adaptersync_tools.simulator.engine import Engine, EngineConfig, Running
+from adaptersync_tools.simulator.errors import EngineDead, Refused, invalid_body
+from adaptersync_tools.simulator.faults import Faults
+from adaptersync_tools.simulator.publisher import Publisher, PublisherConfig
+from adaptersync_tools.simulator.requests import Call, ChatBody, CompletionBody, decode_body
+from adaptersync_tools.simulator.scheduler import Job, Latency, Scheduler
+from adaptersync_tools.simulator.tokenizer import ByteTokenizer, Tokenizer
+
+VLLM_VERSION = "0.32.0"
+_MAX_BODY = 64 * 1024 * 1024
+_encode = msgspec.json.Encoder().encode
+
+
+class LoadBody(msgspec.Struct, frozen=True, kw_only=True):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadBody(msgspec.Struct, frozen=True, kw_only=True):
+    lora_name: str
+
+
+class AdapterBody(msgspec.Struct, frozen=True, kw_only=True):
+    """SageMaker's names for the same thing."""
+
+    name: str
+    src: str
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = False
+
+
+class RpcBody(msgspec.Struct, frozen=True, kw_only=True):
+    method: str | None = None
+    args: list[Any] = []
+
+
+class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
+    request_ids: list[str] | None = None
+
+
+class SimulatorConfig(msgspec.Struct, frozen=True, kw_only=True):
+    engine: EngineConfig = EngineConfig()
+    latency: Latency = Latency()
+    kv_events: PublisherConfig | None = None
+    dev_mode: bool = True
+    request_id_headers: bool = False  # vLLM's --enable-request-id-headers
+    death_grace_s: float = 0.5  # from the engine's death to the end of the process; vLLM takes up to 5 s
+
+
+class Simulator:
+    """One simulated replica. `app` is to be served by whoever made it; `died` is set when it should exit."""
+
+    def __init__(self, config: SimulatorConfig, tokenizer: Tokenizer | None = None) -> None:
+        self.config = config
+        self.tokenizer = tokenizer or ByteTokenizer()
+        self.faults = Faults()
+        self.calls: Counter[str] = Counter()
+        self.engine = Engine(config.engine)
+        self.publisher = Publisher(config.kv_events) if config.kv_events else None
+        self.scheduler = Scheduler(
+            self.engine,
+            config.latency,
+            publish=self.publisher.publish if self.publisher else lambda events: None,
+        )
+        self.started_at = time.time()
+        self.app = self._application()
+
+    async def close(self) -> None:
+        if self.publisher is not None:
+            await self.publisher.close()
+
+    def set_faults(self, change: dict[str, Any]) -> Faults:
+        """Change the named faults; raises msgspec.ValidationError for one that does not exist or fit."""
+        known = msgspec.structs.asdict(self.faults)
+        if unknown := change.keys() - known.keys():
+            raise msgspec.ValidationError(f"unknown fault: {', '.join(sorted(unknown))}")
+        self.faults = msgspec.convert(known | change, Faults)
+        self.engine.serve_base = self.faults.serve_base
+        self.scheduler.freeze(self.faults.frozen)
+        if self.publisher is not None and "drop_kv_batches" in change:
+            self.publisher.drop = self.faults.drop_kv_batches
+        if self.faults.die:
+            self.scheduler.die()
+        return self.faults
+
+    def _application(self) -> web.Application:
+        app = web.Application(middlewares=[self._answer_refusals], client_max_size=_MAX_BODY)
+        add = app.router.add_route
+        for path in ("/health", "/ping"):
+            add("GET", path, self._health)
+        add("POST", "/ping", self._health)
+        add("GET", "/version", self._version)
+        add("GET", "/load", self._server_load)
+        add("GET", "/metrics", self._metrics)
+        add("GET", "/kv_event_sources", self._kv_event_sources)
+        add("GET", "/v1/models", self._models)
+        add("POST", "/v1/completions", self._completions)
+        add("POST", "/v1/chat/completions", self._chat)
+        add("POST", "/tokenize", self._tokenize)
+        add("POST", "/v1/load_lora_adapter", self._load_adapter)
+        add("POST", "/v1/unload_lora_adapter", self._unload_adapter)
+        add("POST", "/adapters", self._register_adapter)
+        add("DELETE", "/adapters/{name}", self._unregister_adapter)
+        add("GET", "/simulator/faults", self._get_faults)
+        add("POST", "/simulator/faults", self._post_faults)
+        add("GET", "/simulator/calls", self._get_calls)
+        if self.config.dev_mode:
+            add("POST", "/pause", self._pause)
+            add("POST", "/resume", self._resume)
+            add("GET", "/is_paused", self._is_paused)
+            add("POST", "/abort_requests", self._abort)
+            add("GET", "/server_info", self._server_info)
+            add("POST", "/collective_rpc", self._collective_rpc)
+            add("POST", "/reset_prefix_cache", self._reset_prefix_cache)
+        # So that `.get` finds every path this serves, called or not.
+        self.calls.update({path: 0 for path in (r.canonical for r in app.router.resources()) if path})
+        return app
+
+    @web.middleware
+    async def _answer_refusals(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        self.calls[resource.canonical if resource is not None else "unmatched"] += 1
+        try:
+            response = await handler(request)
+        except Refused as refusal:
+            response = _json(refusal.body(), refusal.status)
+        except EngineDead as death:
+            status = HTTPStatus.INTERNAL_SERVER_ERROR
+            response = _json(Refused(status, "InternalServerError", str(death)).body(), status)
+        except web.HTTPException as error:
+            response = _json({"detail": error.reason}, error.status)
+        if self.config.request_id_headers and not response.prepared:
+            response.headers["X-Request-Id"] = _request_id(request)
+        return response
+
+    async def _health(self, request: web.Request) -> web.Response:
+        dead = self.scheduler.dead.is_set()
+        return web.Response(status=HTTPStatus.SERVICE_UNAVAILABLE if dead else HTTPStatus.OK)
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return _json({"version": VLLM_VERSION})
+
+    async def _server_load(self, request: web.Request) -> web.Response:
+        return _json({"server_load": 0})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        text = metrics.render(self.scheduler, started_at=self.started_at)
+        return web.Response(text=text, headers={"Content-Type": "text/plain; version=1.0.0; charset=utf-8"})
+
+    async def _kv_event_sources(self, request: web.Request) -> web.Response:
+        return _json({"0": msgspec.to_builtins(self.publisher.config)} if self.publisher else {})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        now, config = int(time.time()), self.engine.config
+        cards = [answers.model_card(config.model, config.root, None, config.max_model_len, now)]
+        cards += [
+            answers.model_card(lora.name, lora.path, config.model, None, now) for lora in self.engine.registry.listed()
+        ]
+        return _json({"object": "list", "data": cards})
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        body = decode_body(await request.read(), request.headers.get("Content-Type", ""), LoadBody)
+        return _text(await self._load(body.lora_name, body.lora_path, inplace=body.load_inplace))
+
+    async def _register_adapter(self, request: web.Request) -> web.Response:
+        body = decode_body(await request.read(), "application/json", AdapterBody)
+        await self._load(body.name, body.src, inplace=False)
+        return _text(f"Adapter {body.name} registered")
+
+    async def _load(self, name: str, path: str, *, inplace: bool) -> str:
+        # A load goes on when its client has gone: vLLM does not cancel it either.
+        load = asyncio.ensure_future(
+            self.scheduler.load(
+                name, path, inplace=inplace, delay_s=self.faults.delay_load_s, failure=self._ordered_failure()
+            )
+        )
+        await asyncio.shield(load)
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    def _ordered_failure(self) -> Refused | None:
+        if self.faults.fail_loads <= 0:
+            return None
+        self.faults.fail_loads -= 1
+        status = self.faults.fail_load_status
+        kind = "NotFoundError" if status == HTTPStatus.NOT_FOUND else "InternalServerError"
+        return Refused(status, kind, "Call to add_lora method failed: ordered by /simulator/faults")
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        body = decode_body(await request.read(), request.headers.get("Content-Type", ""), UnloadBody)
+        self.engine.registry.unload(body.lora_name)
+        return _text(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def _unregister_adapter(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        self.engine.registry.unload(name)
+        return _text(f"Adapter {name} unregistered")
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = decode_body(await request.read(), request.headers.get("Content-Type", ""), CompletionBody)
+        call = requests.completion_call(
+            body,
+            self.engine,
+            self.tokenizer,
+            call_id=f"cmpl-{_request_id(request)}",
+            created=int(time.time()),
+        )
+        return await self._generate(request, call)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = decode_body(await request.read(), request.headers.get("Content-Type", ""), ChatBody)
+        call = requests.chat_call(
+            body,
+            self.engine,
+            self.tokenizer,
+            call_id=f"chatcmpl-{_request_id(request)}",
+            created=int(time.time()),
+        )
+        return await self._generate(request, call)
+
+    async def _generate(self, request: web.Request, call: Call) -> web.StreamResponse:
+        jobs = [Job(part, call.id) for part in call.requests]
+        if call.stream:
+            return await self._stream(request, call, jobs)
+        if len(jobs) == 1:
+            await self._complete(jobs[0])
+        else:
+            async with _group() as group:
+                for job in jobs:
+                    group.create_task(self._complete(job))
+        runs = [_started(job) for job in jobs]
+        said, reasons = [job.said for job in jobs], [job.finish_reason for job in jobs]
+        return _json(answers.answer(call, runs, said, reasons, self.tokenizer))
+
+    async def _complete(self, job: Job) -> None:
+        async with aclosing(self.scheduler.run(job, stream=False)) as progress:
+            async for _ in progress:
+                pass
+
+    async def _stream(self, request: web.Request, call: Call, jobs: list[Job]) -> web.StreamResponse:
+        if self.scheduler.dead.is_set():
+            raise EngineDead
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        if self.config.request_id_headers:
+            response.headers["X-Request-Id"] = _request_id(request)
+        await response.prepare(request)
+        try:
+            async with _group() as group:
+                for index, job in enumerate(jobs):
+                    group.create_task(self._stream_choice(response, call, index, job))
+            if call.include_usage:
+                runs, said = [_started(job) for job in jobs], [job.said for job in jobs]
+                await _event(response, answers.usage_chunk(call, runs, said))
+        except EngineDead as death:
+            await _event(response, Refused(500, "InternalServerError", str(death)).body())
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _stream_choice(self, response: web.StreamResponse, call: Call, index: int, job: Job) -> None:
+        sent = 0
+        async with aclosing(self.scheduler.run(job, stream=True)) as progress:
+            async for said in progress:
+                run = _started(job)
+                if sent == 0:
+                    for chunk in answers.first_chunks(call, index, run):
+                        await _event(response, chunk)
+                finished = said == len(run.spoken.tokens)
+                reason = job.finish_reason if finished else None
+                await _event(response, answers.token_chunk(call, index, run, sent, said, reason, self.tokenizer))
+                sent = said
+        if job.aborted and (run := _started(job)) and (sent < len(run.spoken.tokens) or sent == 0):
+            await _event(response, answers.token_chunk(call, index, run, sent, sent, "abort", self.tokenizer))
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = decode_body(await request.read(), request.headers.get("Content-Type", ""), TokenizeBody)
+        self.engine.registry.resolve(body.model)
+        if body.messages is not None:
+            tokens = self.tokenizer.chat(body.messages)
+        elif body.prompt is not None:
+            tokens = self.tokenizer.encode(body.prompt)
+        else:
+            raise invalid_body("{'type': 'missing', 'loc': 'body.prompt'}", "body.prompt")
+        texts = [self.tokenizer.decode([token]) for token in tokens] if body.return_token_strs else None
+        return _json(
+            {
+                "count": len(tokens),
+                "max_model_len": self.engine.config.max_model_len,
+                "tokens": tokens,
+                "token_strs": texts,
+            }
+        )
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        mode = request.query.get("mode", "abort")
+        if mode not in ("abort", "wait", "keep"):
+            raise invalid_body("{'type': 'literal_error', 'loc': 'query.mode'}", "query.mode")
+        clear = request.query.get("clear_cache", "true").lower() in ("1", "true", "yes", "on")
+        await self.scheduler.pause(mode, clear_cache=clear)
+        return _json({"status": "paused"})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        await self.scheduler.resume()
+        return _json({"status": "resumed"})
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        await self.scheduler.engine_reached()
+        return _json({"is_paused": self.scheduler.paused})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        body = decode_body(await request.read() or b"{}", "application/json", AbortBody)
+        return _json({"status": "aborted", "aborted": self.scheduler.abort(body.request_ids or None)})
+
+    async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
+        await self.scheduler.engine_reached()
+        return _json({"success": self.engine.cache.reset()})
+
+    async def _collective_rpc(self, request: web.Request) -> web.Response:
+        body = decode_body(await request.read(), "application/json", RpcBody)
+        if body.method is None:
+            raise Refused(400, "Bad Request", "Missing 'method' in request body")
+        await self.scheduler.engine_reached()
+        match body.method, body.args:
+            case "list_loras", []:
+                return _json({"results": [self.engine.list_loras()]})
+            case "remove_lora", [int(int_id)]:
+                return _json({"results": [str(self.engine.remove_lora(int_id))]})
+            case "pin_lora", [int(int_id)]:
+                return _json({"results": [str(self.engine.pin_lora(int_id))]})
+        raise Refused(404, "NotFoundError", f"The simulator has no worker method {body.method!r} with these arguments")
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        config = self.engine.config
+        kv_events = msgspec.to_builtins(self.publisher.config) if self.publisher else None
+        parts: dict[str, Any] = {
+            "model_config": {"model": config.root, "max_model_len": config.max_model_len},
+            "cache_config": {
+                "block_size": config.block_size,
+                "num_gpu_blocks": config.num_blocks,
+                "enable_prefix_caching": True,
+                "prefix_caching_hash_algo": "sha256",
+            },
+            "parallel_config": {
+                "data_parallel_size": 1,
+                "tensor_parallel_size": 1,
+                "pipeline_parallel_size": 1,
+            },
+            "scheduler_config": {"max_num_seqs": config.max_num_seqs},
+            "lora_config": {
+                "max_lora_rank": config.max_lora_rank,
+                "max_loras": config.max_loras,
+                "max_cpu_loras": config.registered_limit,
+            },
+            "kv_events_config": kv_events,
+        }
+        as_json = request.query.get("config_format", "text") == "json"
+        return _json(
+            {
+                "vllm_config": parts if as_json else str(parts),
+                "vllm_env": {"VLLM_SERVER_DEV_MODE": True, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": True},
+                "system_env": {},
+            }
+        )
+
+    async def _get_faults(self, request: web.Request) -> web.Response:
+        return _json(msgspec.to_builtins(self.faults))
+
+    async def _post_faults(self, request: web.Request) -> web.Response:
+        try:
+            faults = self.set_faults(msgspec.json.decode(await request.read(), type=dict[str, Any]))
+        except msgspec.MsgspecError as error:
+            raise invalid_body(str(error)) from error
+        return _json(msgspec.to_builtins(faults))
+
+    async def _get_calls(self, request: web.Request) -> web.Response:
+        return _json({"calls": dict(self.calls)})
+
+
+class Address(msgspec.Struct, frozen=True, kw_only=True):
+    url: str
+    port: int
+
+
+@asynccontextmanager
+async def serving(simulator: Simulator, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Address]:
+    """Serve a simulator in this event loop; port 0 takes a free one."""
+    # A client that goes away cancels its request, as it does in vLLM.
+    runner = web.AppRunner(simulator.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        await site.start()
+        bound = runner.addresses[0][1]
+        yield Address(url=f"http://{host}:{bound}", port=bound)
+    finally:
+        await runner.cleanup()
+        await simulator.close()
+
+
+@asynccontextmanager
+async def _group() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group whose first failure comes out bare: the answer is one error, not a group of them."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except* EngineDead as deaths:
+        raise EngineDead from deaths
+
+
+def _started(job: Job) -> Running:
+    if job.running is None:
+        raise RuntimeError("asked for the answer of a job that has not run")
+    return job.running
+
+
+def _request_id(request: web.Request) -> str:
+    return request.headers.get("X-Request-Id") or uuid.uuid4().hex
+
+
+def _json(body: object, status: int = 200) -> web.Response:
+    return web.Response(body=_encode(body), status=status, content_type="application/json")
+
+
+def _text(body: str) -> web.Response:
+    # vLLM sends these without a content type; aiohttp will not leave it out.
+    return web.Response(text=body)
+
+
+async def _event(response: web.StreamResponse, body: object) -> None:
+    await response.write(b"data: " + _encode(body) + b"\n\n")

@@ -1,0 +1,51 @@
+"""The Prometheus text of a simulated vLLM, in vLLM 0.32's names and labels. Numbers only; no clock."""
+
+from collections.abc import Iterator
+
+from adaptersync_tools.simulator.scheduler import Scheduler
+
+_REASONS = ("stop", "length", "abort", "error", "repetition")
+
+
+def render(scheduler: Scheduler, *, started_at: float) -> str:
+    """`started_at` is the process's start as a unix time: it tells one engine life from the next."""
+    return "\n".join(_lines(scheduler, started_at)) + "\n"
+
+
+def _lines(scheduler: Scheduler, started_at: float) -> Iterator[str]:
+    engine, counts = scheduler.engine, scheduler.counts
+    labels = f'engine="0",model_name="{engine.config.model}"'
+
+    def gauge(name: str, value: float, extra: str = "") -> Iterator[str]:
+        yield f"# TYPE {name} gauge"
+        yield f"{name}{{{labels}{extra}}} {float(value)!r}"
+
+    def counter(name: str, value: int) -> Iterator[str]:
+        yield f"# TYPE {name}_total counter"
+        yield f"{name}_total{{{labels}}} {float(value)!r}"
+
+    yield "# TYPE process_start_time_seconds gauge"
+    yield f"process_start_time_seconds {started_at!r}"
+    yield from gauge("vllm:num_requests_running", engine.running)
+    yield from gauge("vllm:num_requests_waiting", scheduler.waiting)
+    yield "# TYPE vllm:num_requests_waiting_by_reason gauge"
+    deferred = scheduler.deferred
+    for reason, value in (("capacity", scheduler.waiting - deferred), ("deferred", deferred)):
+        yield f'vllm:num_requests_waiting_by_reason{{{labels},reason="{reason}"}} {float(value)!r}'
+    yield from gauge("vllm:kv_cache_usage_perc", 1.0 - engine.cache.free / engine.cache.capacity)
+    yield from counter("vllm:prefix_cache_queries", counts["prefix_cache_queries"])
+    yield from counter("vllm:prefix_cache_hits", counts["prefix_cache_hits"])
+    yield from counter("vllm:prompt_tokens", counts["prompt_tokens"])
+    yield from counter("vllm:prompt_tokens_cached", counts["prefix_cache_hits"])
+    yield from counter("vllm:generation_tokens", counts["generation_tokens"])
+    yield "# TYPE vllm:request_success_total counter"
+    for reason in _REASONS:
+        yield (
+            f'vllm:request_success_total{{engine="0",finished_reason="{reason}",'
+            f'model_name="{engine.config.model}"}} {float(counts[reason])!r}'
+        )
+    yield "# TYPE vllm:cache_config_info gauge"
+    yield (
+        f'vllm:cache_config_info{{block_size="{engine.config.block_size}",enable_prefix_caching="True",'
+        f'engine="0",num_gpu_blocks="{engine.config.num_blocks}",prefix_caching_hash_algo="sha256"}} 1.0'
+    )

@@ -12,6 +12,7 @@ from typing import Literal
 from msgspec import Struct
 
 LiveState = Literal["staging", "ready", "current", "retained", "retiring"]
+Fate = Literal["retired", "voided", "rolled_back", "superseded"]
 MemberState = Literal["joining", "ready", "draining", "ejected"]
 ROUTABLE: frozenset[LiveState] = frozenset({"current", "retained"})
 
@@ -20,7 +21,7 @@ class LiveVersion(Struct, frozen=True, kw_only=True):
     """One version the fleet deals with. Times are the control server's wall clock in seconds.
 
     `drained` is set on a retiring version once no router sends to it: agents then unload it. `changed_in` is the
-    generation in which `state` was entered. `voided` says that it retires because it was found bad.
+    generation in which `state` was entered. `fate` is what its record says once it is gone.
     """
 
     run: str
@@ -32,7 +33,7 @@ class LiveVersion(Struct, frozen=True, kw_only=True):
     since: float
     changed_in: int
     drained: bool = False
-    voided: bool = False
+    fate: Fate = "retired"
 
 
 class Member(Struct, frozen=True, kw_only=True):

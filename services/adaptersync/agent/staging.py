@@ -66,7 +66,11 @@ class Staging:
         half.mkdir()
         try:
             self._store.copy_out(manifest, half)
-            half.rename(self.path(manifest.adapter_id))
+            try:
+                half.rename(self.path(manifest.adapter_id))
+            except OSError:
+                if not self.path(manifest.adapter_id).is_dir():
+                    raise  # else the agent of another replica on this host was faster, with the same bytes
         finally:
             shutil.rmtree(half, ignore_errors=True)
 

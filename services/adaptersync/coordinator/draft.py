@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from adaptersync_core.events import AnyEvent, ReplicaState, VersionRetiring
 from adaptersync_core.registry import Decision, Fleet, Need, VersionRecord
-from adaptersync_core.table import LiveState, LiveVersion, Member, MemberState
+from adaptersync_core.table import Fate, LiveState, LiveVersion, Member, MemberState
 
 
 class Draft:
@@ -26,21 +26,26 @@ class Draft:
         self.answered: list[str] = []
         self._records: dict[str, VersionRecord] = {}
 
-    def enter(self, name: str, state: LiveState, *, record: str = "", reason: str = "", **changes: Any) -> None:
-        """A live version enters a state; `record` says what its own record shall call it where that differs."""
-        live = replace(self.versions[name], state=state, since=self.now, changed_in=self.generation, **changes)
-        self.versions[name] = live
-        self.record(name, record or state, reason)
+    def enter(self, name: str, state: LiveState) -> None:
+        """A live version enters a state in which it is, or may be, served."""
+        self._change(name, state)
+        self.record(name, state)
 
-    def retire(self, name: str, reason: str, *, voided: bool = False) -> None:
+    def retire(self, name: str, reason: str, *, fate: Fate = "retired") -> None:
         """Nothing new goes to the version; it stays loaded until what is in flight has ended."""
-        self.enter(name, "retiring", record="voided" if voided else "retiring", reason=reason, voided=voided)
+        self._change(name, "retiring", fate=fate)
+        self.record(name, "retiring" if fate == "retired" else fate, reason)
         self.events.append(VersionRetiring(version=name, generation=self.generation, reason=reason))
 
-    def leave(self, name: str, state: str, reason: str) -> None:
-        """A version is gone from the fleet's table; its record keeps its fate."""
-        del self.versions[name]
-        self.record(name, state, reason)
+    def give_up(self, name: str, reason: str, *, fate: Fate) -> None:
+        """A version that was never served: whoever loaded it unloads it, and then it is gone."""
+        self._change(name, "retiring", fate=fate, drained=True)
+        self.record(name, fate, reason)
+
+    def forget(self, name: str) -> None:
+        """Nobody holds the version any more; its record keeps its fate."""
+        if self.versions.pop(name).fate == "retired":
+            self.record(name, "retired", "unloaded everywhere")
 
     def record(self, name: str, state: str, reason: str = "") -> None:
         self._records[name] = VersionRecord(state=state, reason=reason, generation=self.generation, at=self.now)
@@ -61,6 +66,11 @@ class Draft:
 
     def need_acks(self, replica: str, engine_epoch: str, versions: list[str]) -> None:
         self.needs += [Need(replica=replica, version=version, engine_epoch=engine_epoch) for version in versions]
+
+    def _change(self, name: str, state: LiveState, **changes: Any) -> None:
+        self.versions[name] = replace(
+            self.versions[name], state=state, since=self.now, changed_in=self.generation, **changes
+        )
 
     def decision(self, min_ready: int) -> Decision:
         table = replace(

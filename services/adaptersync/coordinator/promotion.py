@@ -143,14 +143,14 @@ def _promote(fleet: Fleet, run: str, candidate: str, ready: list[str]) -> Draft:
 
 def _roll_back(fleet: Fleet, candidate: str, reason: str) -> Draft:
     draft = Draft(fleet)
-    draft.leave(candidate, "rolled_back", reason)
+    draft.give_up(candidate, reason, fate="rolled_back")
     draft.events.append(VersionRolledBack(version=candidate, generation=draft.generation, reason=reason))
     return draft
 
 
 def _supersede(draft: Draft, name: str, reason: str, *, live: bool = False) -> None:
     if live:
-        draft.leave(name, "superseded", reason)
+        draft.give_up(name, reason, fate="superseded")
     else:
         draft.record(name, "superseded", reason)
     draft.events.append(VersionSuperseded(version=name, generation=draft.generation, reason=reason))

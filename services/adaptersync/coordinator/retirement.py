@@ -35,7 +35,7 @@ def forget(fleet: Fleet, config: Config) -> Draft | None:
     alive = [seen.report for seen in fleet.replicas.values() if seen.age_s <= config.coordinator.alive_s]
     for name, version in fleet.table.versions.items():
         if version.drained and not any(name in report.loaded for report in alive):
-            draft.leave(name, "voided" if version.voided else "retired", "unloaded everywhere")
+            draft.forget(name)
             draft.events.append(VersionRetired(version=name, generation=draft.generation))
     return draft if draft.events else None
 
@@ -61,7 +61,7 @@ def _roll_back(fleet: Fleet, draft: Draft, request: Request) -> str:
     reason = request.reason or "asked by an operator"
     candidate = table.candidate(request.run)
     if candidate is not None and request.version in ("", candidate):
-        draft.leave(candidate, "rolled_back", reason)
+        draft.give_up(candidate, reason, fate="rolled_back")
         draft.events.append(VersionRolledBack(version=candidate, generation=draft.generation, reason=reason))
         return ""
     earlier = [name for name in table.window(request.run) if name != entry.current]
@@ -70,7 +70,7 @@ def _roll_back(fleet: Fleet, draft: Draft, request: Request) -> str:
         return f"{target or 'an earlier version'} is not retained; retained: {' '.join(earlier) or 'none'}"
     bad = [name for name in table.window(request.run) if table.versions[name].seq > table.versions[target].seq]
     for name in bad:
-        draft.retire(name, reason, voided=True)
+        draft.retire(name, reason, fate="voided")
         draft.events.append(VersionVoided(version=name, generation=draft.generation, reason=reason, current=target))
     draft.enter(target, "current")
     draft.runs[request.run] = replace(entry, current=target)

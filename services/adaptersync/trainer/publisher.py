@@ -206,6 +206,8 @@ class AdapterPublisher:
                 log.warning("outcomes not known: %s", error)
 
     async def _look(self) -> None:
+        # Before the table, so that whoever hears that a version is current finds it in `current_seq`.
+        outcomes = {name: _outcome(await self._registry.version(name)) for name in list(self._pending)}
         table = await self._registry.table()
         entry = table.runs.get(self.run)
         current = table.versions.get(entry.current) if entry and entry.current else None
@@ -213,11 +215,9 @@ class AdapterPublisher:
             self.current_seq = current.seq
             for callback in self._watchers:
                 callback(current.seq)
-        for name, publication in list(self._pending.items()):
-            outcome = _outcome(await self._registry.version(name))
+        for name, outcome in outcomes.items():
             if outcome is not None:
-                del self._pending[name]
-                publication.settle(outcome)
+                self._pending.pop(name).settle(outcome)
 
     async def _insist(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         deadline = time.monotonic() + INSIST_S

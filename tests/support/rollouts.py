@@ -1,0 +1,85 @@
+"""What stands in for TRL's rollout process in tests. Importable by name, as a spawned process needs it."""
+
+from __future__ import annotations
+
+import queue
+import time
+from types import SimpleNamespace
+from typing import Any
+
+SAMPLE = b"x" * 20_000  # two hundred of them are far more than a pipe holds
+
+
+class FillsQueues:
+    """A rollout loop that hands over samples nobody reads until it is told to stop."""
+
+    def __init__(self, *, arguments: str, rollout_buffer: Any, heartbeat_value: Any, **_: Any) -> None:
+        self._buffer = rollout_buffer
+        self._heartbeat = heartbeat_value
+        self._stopped = False
+        self._loop = SimpleNamespace(call_soon_threadsafe=lambda callback: callback())
+        self._stop_event = SimpleNamespace(set=self._stop)
+
+    def _stop(self) -> None:
+        self._stopped = True
+
+    def run(self) -> None:
+        for _ in range(200):
+            self._buffer.put(SAMPLE)
+        while not self._stopped:
+            self._heartbeat.value = time.time()
+            time.sleep(0.01)
+
+
+class DiesBeforeItIsReady:
+    """Cannot even be imported by the new process: unpickling the name runs this."""
+
+    def __reduce__(self) -> Any:
+        return (_die, ())
+
+
+def _die() -> None:
+    raise SystemExit(3)
+
+
+class StubWorker:
+    """A rollout worker without a process: every version it is told of yields three batches, tagged with it."""
+
+    def __init__(self, batch: int) -> None:
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue()
+        self.metrics_queue: queue.Queue[Any] = queue.Queue()
+        self.versions: list[int] = []
+        self.started_with: int | None = None
+        self._batch = batch
+
+    def start(self) -> None:
+        self.started_with = self.versions[-1]
+
+    def stop(self) -> None: ...
+
+    def check_health(self, stale_after_s: float) -> None:
+        raise AssertionError("the trainer ran out of samples")
+
+    def update_model_version(self, model_version: int) -> None:
+        if self.versions and self.versions[-1] == model_version:
+            return
+        self.versions.append(model_version)
+        for number in range(3 * self._batch):
+            self.rollout_buffer.put(_sample(model_version, number, group=model_version * 3 + number // self._batch))
+
+
+def _sample(model_version: int, number: int, group: int) -> Any:
+    import numpy as np
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+    return RolloutSample(
+        prompt=[],
+        completion=[],
+        input_ids=np.array([15, 16, 17, 18 + number % 4]),
+        completion_mask=np.array([0, 0, 1, 1]),
+        old_log_probs=np.array([0.0, 0.0, -4.0, -4.0], dtype=np.float32),
+        advantage=1.0 if number % 2 else -1.0,
+        model_version=model_version,
+        group_id=group,
+        metrics={"reward": 0.5, "adaptersync/tag_max": float(model_version)},
+    )

@@ -1,0 +1,378 @@
+"""The seam with TRL: clocks, names, answers, errors, start and stop. TRL is real, servers and fleet are not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+
+from adaptersync_core.config import Config
+from adaptersync_core.errors import ConfigError, NameInvalid, PublicationFailed, Unroutable
+from adaptersync_core.identity import adapter_id
+from support.publications import FakePublisher
+from support.rollouts import DiesBeforeItIsReady, FillsQueues, StubWorker
+
+pytestmark = [pytest.mark.trl, pytest.mark.filterwarnings("default")]
+
+RUN = "sums"
+
+
+# --- the rollout loop -------------------------------------------------------------------------------------------------
+
+
+class Fleet:
+    """A router with a script: each request gets the next reply, the last one again and again."""
+
+    def __init__(self, *replies: Callable[[str], web.Response]) -> None:
+        self.replies = list(replies)
+        self.asked: list[str] = []
+
+    async def complete(self, request: web.Request) -> web.Response:
+        self.asked.append((await request.json())["model"])
+        reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        return reply(self.asked[-1])
+
+
+def served(seq: int | None = None) -> Callable[[str], web.Response]:
+    """An answer by version `seq`, or by the one that is asked for."""
+
+    def reply(model: str) -> web.Response:
+        number = int(model.rpartition("@v")[2]) if seq is None else seq
+        choice = {"token_ids": [15, 2], "logprobs": {"token_logprobs": [-0.5, -0.1]}, "finish_reason": "stop"}
+        headers = {"x-adaptersync-version": adapter_id(RUN, number, "a" * 64)}
+        return web.json_response({"model": model, "choices": [choice]}, headers=headers)
+
+    return reply
+
+
+def refused(status: int, **headers: str) -> Callable[[str], web.Response]:
+    return lambda model: web.json_response({"error": f"{model} refused"}, status=status, headers=headers)
+
+
+@contextlib.asynccontextmanager
+async def loop_on(trl: ModuleType, fleet: Fleet, promoted: int) -> AsyncIterator[Any]:
+    """The rollout loop as the process would have it, less the tokenizer and the dataset."""
+    app = web.Application()
+    app.router.add_post("/v1/completions", fleet.complete)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+    loop = trl.RolloutLoop.__new__(trl.RolloutLoop)
+    loop.lora_name = RUN
+    loop.vllm_server_url = f"http://127.0.0.1:{port}"
+    loop._model_version_value = SimpleNamespace(value=promoted)
+    loop._counters = defaultdict(float)
+    loop._written_by = {}
+    loop.max_tokens, loop.temperature, loop.top_p, loop.top_k, loop.min_p = 8, 1.0, 1.0, 0, None
+    loop.repetition_penalty, loop.request_timeout = 1.0, 5
+    async with ClientSession() as loop.session:
+        yield loop
+    await runner.cleanup()
+
+
+async def one_turn(trl: ModuleType, loop: Any) -> Any:
+    trl._conversation.set(trl.Conversation(asks=loop.model_version, oldest=loop.model_version))
+    return await loop._generate_one_turn([1, 2, 3])
+
+
+async def test_a_turn_asks_for_the_promoted_version_by_run_and_number(trl: ModuleType) -> None:
+    fleet = Fleet(served())
+    async with loop_on(trl, fleet, promoted=7) as loop:
+        assert await one_turn(trl, loop) == ([15, 2], [-0.5, -0.1])
+    assert fleet.asked == ["sums@v7"]
+
+
+async def test_a_conversation_keeps_its_version_and_its_rows_carry_it(
+    trl: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two turns, a promotion between them: both are asked of the version that was current at the beginning."""
+    fleet = Fleet(served())
+    async with loop_on(trl, fleet, promoted=7) as loop:
+
+        async def two_turns(self: Any, prompt: Any) -> Any:
+            await self._generate_one_turn([1])
+            self._model_version_value.value = 8
+            await self._generate_one_turn([1, 2])
+            return [], [], [SimpleNamespace(rollout_id=prompt)], 0, 0, None
+
+        async def scored(self: Any, group: Any) -> Any:
+            return [SimpleNamespace(model_version=None) for rows in group.completions_sequences for _ in rows]
+
+        monkeypatch.setattr(trl._AsyncRolloutLoop, "_generate_one", two_turns)
+        monkeypatch.setattr(trl._AsyncRolloutLoop, "_score_group", scored)
+        older = await asyncio.create_task(loop._generate_one("a"))
+        newer = await asyncio.create_task(loop._generate_one("b"))
+        group = SimpleNamespace(completions_sequences=[older[2], newer[2]])
+        samples = await loop._score_group(group)
+        assert loop._written_by == {}
+    assert fleet.asked == ["sums@v7", "sums@v7", "sums@v8", "sums@v8"]
+    assert [sample.model_version for sample in samples] == [7, 8]
+
+
+async def test_an_answer_by_another_version_is_thrown_away_and_asked_for_again(trl: ModuleType) -> None:
+    fleet = Fleet(served(6), served())
+    async with loop_on(trl, fleet, promoted=7) as loop:
+        assert (await one_turn(trl, loop))[0] == [15, 2]
+        assert loop._counters == {"adaptersync/served_mismatch_total": 1}
+    assert fleet.asked == ["sums@v7", "sums@v7"]
+
+
+async def test_a_fleet_that_keeps_answering_with_another_version_fails_the_run(
+    trl: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trl, "pause_s", lambda *_: 0.0)
+    fleet = Fleet(served(6))
+    async with loop_on(trl, fleet, promoted=7) as loop:
+        with pytest.raises(Unroutable, match=r"sums-v6-a{12} answered instead .*model=sums@v7 attempts=3"):
+            await one_turn(trl, loop)
+    assert len(fleet.asked) == 3
+
+
+async def test_a_withdrawn_version_gives_way_to_the_one_promoted_since(trl: ModuleType) -> None:
+    fleet = Fleet(refused(410), served())
+    async with loop_on(trl, fleet, promoted=7) as loop:
+        conversation = trl.Conversation(asks=5, oldest=5)
+        trl._conversation.set(conversation)
+        await loop._generate_one_turn([1])
+        assert loop._counters == {"adaptersync/repinned_total": 1}
+    assert fleet.asked == ["sums@v5", "sums@v7"]
+    assert conversation.asks == 7
+
+
+async def test_a_busy_fleet_is_asked_again_when_it_says(trl: ModuleType) -> None:
+    fleet = Fleet(refused(503, **{"Retry-After": "0"}), refused(502), served())
+    async with loop_on(trl, fleet, promoted=7) as loop:
+        await one_turn(trl, loop)
+        assert loop._counters == {"rollout/vllm_retry_total": 2}
+
+
+async def test_a_request_the_router_refuses_fails_at_once_with_its_reason(trl: ModuleType) -> None:
+    fleet = Fleet(refused(422))
+    async with loop_on(trl, fleet, promoted=7) as loop:
+        with pytest.raises(Unroutable, match="sums@v7 refused"):
+            await one_turn(trl, loop)
+    assert len(fleet.asked) == 1
+
+
+async def test_patience_with_a_fleet_that_is_away_has_an_end(trl: ModuleType) -> None:
+    fleet = Fleet(refused(503))
+    async with loop_on(trl, fleet, promoted=7) as loop:
+        loop.request_timeout = 0.6
+        with pytest.raises(Unroutable, match="attempts=2"):
+            await one_turn(trl, loop)
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def worker(trl: ModuleType) -> Iterator[Any]:
+    from accelerate import PartialState
+
+    PartialState(cpu=True)  # TRL's logging wants it
+    with trl._our_rollout_worker():
+        made = trl.async_grpo_trainer.AsyncRolloutWorker(queue_maxsize=1000)
+    assert type(made) is trl.RolloutWorker
+    yield made
+    made.stop()
+
+
+def test_stopping_does_not_wait_for_samples_nobody_reads(
+    trl: ModuleType, worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trl.RolloutWorker, "_loop_cls", FillsQueues)
+    worker.start()
+    process = worker._process
+    began = time.monotonic()
+    worker.stop()
+    assert time.monotonic() - began < 5  # TRL: 15 s, then the process is killed
+    assert process.exitcode == 0
+
+
+def test_a_process_that_dies_at_its_start_fails_the_start(worker: Any) -> None:
+    """Its arguments are larger than a pipe holds: sent through one, they would hang the trainer."""
+    dataset = [DiesBeforeItIsReady(), b"x" * 1_000_000]
+    worker._loop_kwargs["dataset"] = dataset
+    with pytest.raises(RuntimeError, match="exited during init"):
+        worker.start()
+    assert worker._loop_kwargs["dataset"] is dataset  # where TRL looks for it when it saves and resumes
+
+
+def test_arguments_that_cannot_be_sent_are_named(worker: Any) -> None:
+    worker._loop_kwargs["reward_funcs"] = [lambda **_: [0.0]]
+    with pytest.raises(TypeError, match="must be picklable"):
+        worker.start()
+
+
+# --- the trainer ------------------------------------------------------------------------------------------------------
+
+
+def test_another_trl_is_refused_with_what_to_install(trl: ModuleType) -> None:
+    trl.check_seams()
+
+    class AnotherTrainer:
+        _sync_weight = None
+
+    with pytest.raises(ConfigError, match=r"no AnotherTrainer\._sync_weight_lora; .*pip install 'trl>=1\.16,<1\.17'"):
+        trl.check_seams({AnotherTrainer: ("_sync_weight", "_sync_weight_lora")})
+
+
+BATCH = 4
+
+
+@pytest.fixture
+def make_trainer(
+    trl: ModuleType, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """A trainer on a stub worker and a fake publisher, ready to train."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl.experimental.async_grpo import AsyncGRPOConfig, async_grpo_trainer, packing
+
+    from adaptersync.trainer.cpu import enable_cpu
+    from adaptersync_tools.demo.rewards import exact
+    from adaptersync_tools.demo.tokenizer import build
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(packing, "_flash_attn", packing._flash_attn)
+    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", None)
+    enable_cpu()
+
+    def make(publisher: FakePublisher, *, steps: int = 3, max_staleness: int = 2, **given: Any) -> Any:
+        monkeypatch.setattr(trl.AdapterSyncGRPOTrainer, "_open_publisher", lambda _self: publisher)
+        args = AsyncGRPOConfig(
+            output_dir=str(tmp_path / "out"),
+            max_steps=steps,
+            per_device_train_batch_size=BATCH,
+            num_generations=2,
+            max_staleness=max_staleness,
+            token_budget=0,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            save_steps=2,
+            report_to="none",
+            disable_tqdm=True,
+        )
+        settings: dict[str, Any] = {
+            "run": RUN,
+            "adaptersync_config": Config(),
+            "model": str(tiny_base),
+            "reward_funcs": exact,
+            "args": args,
+            "train_dataset": Dataset.from_dict({"prompt": [[{"role": "user", "content": "1+1"}]], "answer": ["2"]}),
+            "processing_class": build(),
+            "peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
+            "rollout_worker": StubWorker(BATCH),
+        }
+        return trl.AdapterSyncGRPOTrainer(**{**settings, **given})
+
+    return make
+
+
+def test_the_trainers_clock_is_what_was_published_and_the_workers_what_was_promoted(
+    make_trainer: Callable[..., Any],
+) -> None:
+    publisher = FakePublisher()
+    trainer = make_trainer(publisher)
+    worker = trainer.rollout_worker
+    clocks: list[tuple[int, int]] = []
+    publish = publisher.publish
+
+    def note_clocks(*args: Any, **kwargs: Any) -> Any:
+        clocks.append((trainer.model_version, worker.versions[-1] if worker.versions else 0))
+        return publish(*args, **kwargs)
+
+    publisher.publish = note_clocks  # type: ignore[method-assign]
+    trainer.train()
+
+    assert clocks == [(0, 0), (1, 1), (2, 1), (3, 2)]  # before each publication: one ahead from the second on
+    assert worker.started_with == 1  # nothing is generated before a version is promoted
+    assert trainer.model_version == 4
+    assert worker.versions == [1, 2, 3, 4]  # the last one by the wait at the end of training
+    assert (trainer.counts.published, trainer.counts.promoted) == (4, 4)
+    assert publisher.closed
+    assert [published.step for published in publisher.published] == [0, 1, 2, 3]
+    assert all(
+        {"adapter_config.json", "adapter_model.safetensors"} <= set(published.files)
+        for published in publisher.published
+    )
+    steps = [entry for entry in trainer.state.log_history if "ratio" in entry]
+    assert [entry["adaptersync/published"] for entry in steps] == [2, 3, 4]
+    assert all("sample/dropped_stale_total" not in entry for entry in steps)
+
+
+def test_a_checkpoint_says_which_version_it_belongs_to(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(FakePublisher())
+    trainer.train()
+    saved = Path(trainer.args.output_dir) / "checkpoint-2" / "adaptersync.json"
+    assert json.loads(saved.read_bytes()) == {"run": RUN, "epoch": 7, "seq": 3}
+
+
+def test_a_first_version_the_fleet_refuses_ends_training_before_anything_is_generated(
+    make_trainer: Callable[..., Any],
+) -> None:
+    publisher = FakePublisher(fates={1: "rolled_back"})
+    trainer = make_trainer(publisher)
+    with pytest.raises(PublicationFailed, match="because of 1"):
+        trainer.train()
+    assert trainer.rollout_worker.started_with is None
+    assert publisher.closed
+
+
+def test_an_error_while_saving_reaches_the_caller(
+    trl: ModuleType, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trl.async_grpo_trainer, "save_lora_adapter", full)
+    publisher = FakePublisher()
+    trainer = make_trainer(publisher)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.train()
+    assert publisher.published == []
+    assert publisher.closed
+
+
+def test_an_error_on_another_process_is_raised_here_too(
+    trl: ModuleType, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trl, "gather_object", lambda mine: ["OSError: no space left", *mine])
+    with pytest.raises(PublicationFailed, match=r"another process .* no space left"):
+        make_trainer(FakePublisher()).train()
+
+
+def test_what_would_make_trl_sync_another_way_is_refused(make_trainer: Callable[..., Any]) -> None:
+    from peft import LoraConfig
+
+    with pytest.raises(ConfigError, match="pass peft_config"):
+        make_trainer(FakePublisher(), peft_config=None)
+    with pytest.raises(ConfigError, match="weight_transfer"):
+        make_trainer(FakePublisher(), weight_transfer=SimpleNamespace())
+    with pytest.raises(ValueError, match="DoRA"):
+        make_trainer(
+            FakePublisher(), peft_config=LoraConfig(use_dora=True, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
+    with pytest.raises(NameInvalid):
+        make_trainer(FakePublisher(), run="Not A Name")
+
+
+def test_the_worker_trl_makes_is_ours_and_asks_the_router(trl: ModuleType, make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(FakePublisher(), rollout_worker=None)
+    assert type(trainer.rollout_worker) is trl.RolloutWorker
+    arguments = trainer.rollout_worker._loop_kwargs
+    assert arguments["lora_name"] == RUN
+    assert arguments["vllm_server_url"] == Config().trainer.router_url

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -12,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from adaptersync.trainer.relay import relay_app
-from adaptersync_core.config import Config
 from support import surface
 from support.source import PACKAGES, REPOSITORY, imports, modules, within
 
@@ -202,18 +199,6 @@ def test_redis_keys_are_frozen(request: pytest.FixtureRequest) -> None:
 
 def test_event_types_are_frozen(request: pytest.FixtureRequest) -> None:
     surface.assert_frozen("events", surface.event_types(), request.config)
-
-
-def test_http_routes_are_frozen(request: pytest.FixtureRequest) -> None:
-    """Each service that listens adds its application here."""
-    routes = surface.http_routes(relay_app(Config()), "relay")
-    surface.assert_frozen("http_routes", routes, request.config)
-
-
-@pytest.mark.xfail(strict=True, reason="remove this mark with the commit that adds adaptersync_tools.cli")
-def test_cli_options_are_frozen(request: pytest.FixtureRequest) -> None:
-    main = importlib.import_module("adaptersync_tools.cli").main
-    surface.assert_frozen("cli", surface.cli_options(main, "adaptersync"), request.config)
 
 
 def test_locks_hold_what_the_project_requires() -> None:

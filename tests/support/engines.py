@@ -26,6 +26,7 @@ MAX_CPU_LORAS = 4
 MAX_LORA_RANK = 32
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 512
+NUM_BLOCKS = 64  # few, so that a test can fill them
 
 _START_S = 240.0
 _STOP_S = 20.0
@@ -175,6 +176,7 @@ def vllm_cpu(directory: Path, model_directory: Path) -> Iterator[Engine]:
         *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8", "--block-size", str(BLOCK_SIZE)),
         *("--enable-lora", "--max-loras", str(MAX_LORAS), "--max-cpu-loras", str(MAX_CPU_LORAS)),
         *("--max-lora-rank", str(MAX_LORA_RANK), "--kv-cache-memory-bytes", str(64 << 20)),
+        *("--num-gpu-blocks-override", str(NUM_BLOCKS)),
         *("--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events)),
     ]
     environment = os.environ | {

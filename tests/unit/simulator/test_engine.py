@@ -23,7 +23,8 @@ def _engine(**limits: int) -> Engine:
 def _ask(engine: Engine, model: str, prompt: list[int] = PROMPT, tokens: int = 4, **fields: object) -> list[int]:
     request = Request(prompt=prompt, max_tokens=tokens, lora=engine.registry.resolve(model), **fields)  # type: ignore[arg-type]
     running = engine.admit(request)
-    engine.advance(running, len(running.spoken.tokens))
+    for _ in engine.advance(running, len(running.spoken.tokens)):
+        pass
     engine.finish(running)
     return running.spoken.tokens
 

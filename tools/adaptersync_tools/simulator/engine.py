@@ -4,7 +4,7 @@ Pure, but for reading adapter files. Has no clock and does no waiting: `schedule
 happen, `engine.py` what then is true.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +132,19 @@ class Engine:
         self._running.append(running)
         return running
 
-    def advance(self, running: Running, said: int) -> None:
-        """Account for `said` tokens of the answer: all but the last of them have been computed."""
-        computed = len(running.request.prompt) + max(0, said - 1)
+    def advance(self, running: Running, said: int) -> Iterator[None]:
+        """Account for `said` tokens of the answer: all but the last of them have been computed.
+
+        Yields after each block that this fills, as a step of vLLM fills and publishes one at a time.
+        """
+        start = len(running.request.prompt)
+        computed = start + max(0, said - 1)
+        size = self.config.block_size
+        for boundary in range(size * (start // size + 1), computed, size):
+            self.cache.extend(running.table, running.text, boundary)
+            yield
         self.cache.extend(running.table, running.text, computed)
+        yield
 
     def unstarted(self, request: Request) -> Running:
         """What became of a request that was aborted before it was admitted: nothing said, nothing held."""

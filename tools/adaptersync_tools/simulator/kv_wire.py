@@ -20,6 +20,7 @@ class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     lora_name: str | None
     extra_keys: list[tuple[str, ...] | None] | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):

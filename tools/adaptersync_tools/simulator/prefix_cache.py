@@ -139,6 +139,7 @@ class PrefixCache:
                 # Events carry each key without its tag, and the adapter's name without its path.
                 extra_keys=[tuple(key[1] for key in entry) if entry else None for entry in keys],
                 group_idx=0,
+                kv_cache_spec_kind="full_attention",
             )
         )
         table.cached = full

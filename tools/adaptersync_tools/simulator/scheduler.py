@@ -124,8 +124,8 @@ class Scheduler:
                 if said > job.said:
                     self.counts["generation_tokens"] += said - job.said
                     job.said = said
-                    self.engine.advance(running, said)
-                    self._flush()
+                    for _ in self.engine.advance(running, said):
+                        self._flush()
                     yield said
                     if stream:
                         await asyncio.sleep(0)

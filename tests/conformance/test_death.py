@@ -1,0 +1,51 @@
+"""How an engine dies: an adapter that was evicted is asked for, and its files are gone."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from conformance.conftest import TARGETS, started
+from support.engines import MAX_CPU_LORAS, MODEL, Engine
+from support.wait import wait_until_sync
+
+DEATH = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+
+
+@pytest.fixture(params=TARGETS)
+def mortal(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine of the test's own: it does not outlive it."""
+    with started(request, tmp_path_factory) as engine:
+        yield engine
+
+
+def test_evicted_adapter_without_files_takes_everybody_down(mortal: Engine, adapter: Callable[..., Path]) -> None:
+    first = adapter()
+    assert mortal.load("first", first).status == 200
+    for number in range(MAX_CPU_LORAS):
+        assert mortal.load(f"later{number}", adapter()).status == 200
+    shutil.rmtree(first)
+    assert "first" in mortal.listed()
+
+    with ThreadPoolExecutor(1) as pool:
+        body = {"model": MODEL, "prompt": "hello", "max_tokens": 500, "ignore_eos": True, "stream": True}
+        bystander = pool.submit(mortal.post, "/v1/completions", body)
+        wait_until_sync(lambda: "num_requests_running{" in mortal.get("/metrics").text and _running(mortal) == 1)
+        answer = mortal.post("/v1/completions", {"model": "first", "prompt": "hello", "max_tokens": 1})
+        assert (answer.status, answer.error["type"], answer.error["message"]) == (500, "InternalServerError", DEATH)
+        assert mortal.get("/health").status == 503
+        assert mortal.get("/v1/models").status == 200
+        assert mortal.post("/v1/completions", {"prompt": "hello"}).status == 500
+        stream = bystander.result(10)
+        assert stream.status == 200
+        assert stream.events[-1]["error"]["message"] == DEATH
+        assert stream.events[-1]["error"]["code"] == 500
+    mortal.process.wait(30)
+
+
+def _running(engine: Engine) -> float:
+    text = engine.get("/metrics").text
+    line = next(line for line in text.splitlines() if line.startswith("vllm:num_requests_running{"))
+    return float(line.rsplit(" ", 1)[1])

@@ -14,9 +14,11 @@ import pytest
 
 from adaptersync_tools.simulator.engine import EngineConfig
 from adaptersync_tools.simulator.http import Simulator, SimulatorConfig, serving
+from adaptersync_tools.simulator.publisher import PublisherConfig
 from adaptersync_tools.simulator.scheduler import Latency
 from support.adapters import make_adapter
 from support.engines import simulator as simulator_process
+from support.kv import Listener, listening
 from support.tiny_model import write_sizes
 from support.wait import wait_until
 
@@ -234,4 +236,41 @@ def test_the_process_ends_after_its_engine_died(tmp_path: Path) -> None:
     model = write_sizes(tmp_path / "model")
     with simulator_process(tmp_path, model, "--death-grace-s", "0.1") as engine:
         engine.post("/simulator/faults", {"die": True})
-        assert engine.process.wait(5) == 1
+        assert engine.process.wait(5) == 0
+
+
+async def test_request_ids_are_echoed_only_when_told_to() -> None:
+    headers = {"X-Request-Id": "mine"}
+    for told in (False, True):
+        simulator = Simulator(SimulatorConfig(request_id_headers=told))
+        async with serving(simulator) as address, aiohttp.ClientSession() as session:
+            body = {"prompt": "hello", "max_tokens": 1}
+            async with session.post(address.url + "/v1/completions", json=body, headers=headers) as response:
+                assert (await response.json())["id"] == "cmpl-mine"
+                assert response.headers.get("X-Request-Id") == ("mine" if told else None)
+
+
+async def test_dropped_batches_are_in_the_replay_only(tmp_path: Path) -> None:
+    kv_events = PublisherConfig(endpoint=f"ipc://{tmp_path}/kv", replay_endpoint=f"ipc://{tmp_path}/replay")
+    simulator = Simulator(SimulatorConfig(engine=EngineConfig(block_size=32), kv_events=kv_events))
+    async with serving(simulator) as address, aiohttp.ClientSession() as session:
+        client = Client(simulator, session, address.url)
+        with listening(kv_events.endpoint, kv_events.replay_endpoint or "") as listener:
+            await asyncio.to_thread(_subscribed, client, listener, asyncio.get_running_loop())
+            start = (await asyncio.to_thread(listener.replay, 0))[-1].sequence + 1
+            await client.post("/simulator/faults", {"drop_kv_batches": 1})
+            for first in (40, 50):
+                await client.complete(prompt=[first] * 40)
+            live = await asyncio.to_thread(listener.until, bool)
+            assert [batch.sequence for batch in live] == [start + 1]
+            replayed = await asyncio.to_thread(listener.replay, start)
+            assert [batch.sequence for batch in replayed] == [start, start + 1]
+
+
+def _subscribed(client: Client, listener: Listener, loop: asyncio.AbstractEventLoop) -> None:
+    """A subscription takes a moment to arrive: ask until an event does."""
+    number = 33
+    while not listener.pending(0.1):
+        number += 1
+        asyncio.run_coroutine_threadsafe(client.complete(prompt=[number] * 40), loop).result()
+    listener.discard(0.05)

@@ -81,8 +81,8 @@ def _config(options: argparse.Namespace) -> SimulatorConfig:
     )
 
 
-async def _serve(config: SimulatorConfig, tokenizer: Tokenizer | None, host: str, port: int) -> int:
-    """Serve until a signal (0) or until the engine has died (1)."""
+async def _serve(config: SimulatorConfig, tokenizer: Tokenizer | None, host: str, port: int) -> None:
+    """Serve until a signal, or until some time after the engine has died."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -98,13 +98,14 @@ async def _serve(config: SimulatorConfig, tokenizer: Tokenizer | None, host: str
             with suppress(TimeoutError):
                 async with asyncio.timeout(config.death_grace_s):
                     await stopping
-        return int(simulator.scheduler.dead.is_set())
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run a replica. Returns 0 even if its engine died: so does vLLM."""
     options = _parser().parse_args(arguments)
     tokenizer = ModelTokenizer(options.tokenizer) if options.tokenizer else None
-    return asyncio.run(_serve(_config(options), tokenizer, options.host, options.port))
+    asyncio.run(_serve(_config(options), tokenizer, options.host, options.port))
+    return 0
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ HASH_BYTES = 8  # 64 bits: a false match needs about four billion blocks of one 
 
 def block_hashes(adapter_id: str, tokens: Sequence[int], block_size: int, limit: int) -> list[str]:
     """Hashes in hex of the first `limit` complete blocks of `block_size` token ids (each 0 to 2**32 - 1)."""
+    if block_size < 1:
+        return []  # an engine that does not say how large its blocks are
     width = block_size * 4
     count = min(len(tokens) // block_size, limit)
     raw = array("I", tokens[: count * block_size]).tobytes()

@@ -6,6 +6,7 @@ by `--config`, else by `ADAPTERSYNC_CONFIG`, else there is none. A wrong or unkn
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from adaptersync_core.errors import ConfigError
+from adaptersync_core.errors import ConfigError, NameInvalid
 from adaptersync_core.identity import check_name
 
 ENVIRONMENT = "ADAPTERSYNC_"
@@ -158,11 +159,11 @@ def load_config(
     for name, value in environment.items():
         section, separator, key = name.removeprefix(ENVIRONMENT).lower().partition("__")
         if name.startswith(ENVIRONMENT) and separator:
-            settings.setdefault(section, {})[key] = value
+            _set(settings, section, key, value)
     for dotted, value in (overrides or {}).items():
         section, _, key = dotted.partition(".")
         if value is not None:
-            settings.setdefault(section, {})[key] = value
+            _set(settings, section, key, value)
     try:
         config = msgspec.convert(settings, Config, strict=False)
     except msgspec.ValidationError as error:
@@ -175,6 +176,13 @@ def load_config(
     return config
 
 
+def _set(settings: dict[str, Any], section: str, key: str, value: Any) -> None:
+    values = settings.setdefault(section, {})
+    if not isinstance(values, dict):
+        raise ConfigError("setting is wrong: a section is a table of settings", key=section)
+    values[key] = value
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -182,18 +190,31 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"settings cannot be read: {error.strerror}", next_step="check --config", file=str(path)
         ) from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"settings are not TOML: {error}", file=str(path)) from error
 
 
 def _check(config: Config) -> None:
-    check_name("group", config.group.name)
+    names = {
+        "group.name": config.group.name,
+        "coordinator.name": config.coordinator.name,
+        "agent.name": config.agent.name,
+        "router.name": config.router.name,
+        "trainer.run": config.trainer.run or "none",
+    }
+    for key, name in names.items():
+        try:
+            check_name(key, name)
+        except NameInvalid as error:
+            raise ConfigError(error.reason, key=key, value=name[:96]) from error
     for section in config.__struct_fields__:
         values = getattr(config, section)
         for key in values.__struct_fields__:
             value = getattr(values, key)
-            if type(value) in (int, float) and (value < 0 or (value == 0 and key.endswith("_s"))):
-                raise ConfigError("setting must be positive", key=f"{section}.{key}", value=value)
+            if type(value) not in (int, float):
+                continue
+            if not math.isfinite(value) or value < 0 or (value == 0 and key.endswith("_s")):
+                raise ConfigError("setting must be positive and finite", key=f"{section}.{key}", value=value)
     if not Path(config.agent.stage_path).is_absolute() or not Path(config.store.path).is_absolute():
         raise ConfigError(
             "store.path and agent.stage_path must be absolute: vLLM would look a relative one up on a hub"

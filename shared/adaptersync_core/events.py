@@ -157,10 +157,11 @@ AnyEvent = (
 
 
 def to_fields(event: Event) -> list[str]:
-    """Field, value, field, value, ... as a stream entry holds them; what is None or empty is left out."""
+    """Field, value, field, value, ... as a stream entry holds them; what is None, or empty by default, is left out."""
     fields: list[str] = []
+    empty = {field.name for field in msgspec.structs.fields(event) if field.default == ""}
     for name, value in msgspec.to_builtins(event).items():
-        if value is None or value == "":
+        if value is None or (value == "" and name in empty):
             continue
         fields += name, _text(value)
     return fields

@@ -33,13 +33,15 @@ class VersionName(Struct, frozen=True):
 
 def adapter_id(run: str, seq: int, digest: str) -> str:
     """The adapter id of sequence number `seq` of `run` with content digest `digest` (64 hex digits)."""
-    return str(VersionName(check_name("run", run), seq, digest[:DIGEST12]))
+    name = str(VersionName(check_name("run", run), seq, digest[:DIGEST12]))
+    parse_adapter_id(name)
+    return name
 
 
 def parse_adapter_id(text: str) -> VersionName:
     """Take an adapter id apart; NameInvalid when it is none."""
     found = _ADAPTER_ID.fullmatch(text)
-    if found is None:
+    if found is None or ".." in found["run"]:
         raise NameInvalid("not an adapter id", next_step="give it as run-v7-0123456789ab", name=text[:96])
     return VersionName(found["run"], int(found["seq"]), found["digest"])
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from adaptersync_core.errors import AdapterInvalid
 from adaptersync_core.identity import adapter_id
@@ -26,6 +26,9 @@ CHUNK = 1 << 20  # bytes read at a time while hashing or copying
 CONFIG_LIMIT = 1 << 20  # bytes
 WEIGHTS_LIMIT = 4 << 30  # bytes; far above any LoRA adapter, far below what would fill a host by accident
 MANIFEST_LIMIT = 8 << 20  # bytes; about 40,000 tensors
+PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"  # of a tensor's name, as PEFT saves it
+FLOATS = ("F64", "F32", "F16", "BF16")
+PLAIN_INITIALIZATIONS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")  # those that leave the base as it is
 
 
 class FileEntry(Struct, frozen=True, kw_only=True):
@@ -34,6 +37,30 @@ class FileEntry(Struct, frozen=True, kw_only=True):
     name: str
     size: int
     sha256: str
+
+
+class PeftConfig(Struct, frozen=True, kw_only=True):
+    """The fields of adapter_config.json that matter here; those that switch on what vLLM cannot serve may be anything.
+
+    `target_modules` may be one name or pattern. `rank_pattern` maps module names or patterns to their own ranks.
+    """
+
+    r: Annotated[int, Meta(ge=1)]
+    lora_alpha: float
+    target_modules: str | Annotated[list[str], Meta(min_length=1)]
+    peft_type: str = ""
+    base_model_name_or_path: str | None = None
+    rank_pattern: dict[str, Annotated[int, Meta(ge=1)]] | None = None
+    bias: Any = "none"
+    init_lora_weights: Any = True
+    use_dora: Any = False
+    lora_bias: Any = False
+    modules_to_save: Any = None
+    target_parameters: Any = None
+    alora_invocation_tokens: Any = None
+    layer_replication: Any = None
+    use_bdlora: Any = None
+    use_qalora: Any = False
 
 
 class AdapterShape(Struct, frozen=True, kw_only=True):
@@ -65,6 +92,11 @@ class Manifest(Struct, frozen=True, kw_only=True):
     step: int | None = None
     timings: dict[str, float] = {}
     format: int = 1
+
+    def __post_init__(self) -> None:
+        """A manifest that was read may come from anywhere, and its file names become part of paths."""
+        if not {file.name for file in self.files} <= set(FILES):
+            raise ValueError(f"files may be {' and '.join(FILES)} only")
 
     @property
     def adapter_id(self) -> str:
@@ -110,21 +142,32 @@ def inspect(directory: Path) -> AdapterShape:
         rank = _check_tensors(tensors, config)
         noop = True
         for name, tensor in tensors.items():
-            if ".lora_B." in name and noop:
+            if noop and name.endswith(B):
                 file.seek(data + tensor.data_offsets[0])
-                noop = not any(file.read(tensor.data_offsets[1] - tensor.data_offsets[0]))
+                noop = _zero(file, tensor.data_offsets[1] - tensor.data_offsets[0])
+    modules = config.target_modules
     return AdapterShape(
         rank=rank,
-        alpha=config["lora_alpha"],
-        target_modules=tuple(sorted(config["target_modules"])),
-        base_model=config.get("base_model_name_or_path") or "",
+        alpha=config.lora_alpha,
+        target_modules=(modules,) if isinstance(modules, str) else tuple(sorted(modules)),
+        base_model=config.base_model_name_or_path or "",
         dtype=min(tensor.dtype for tensor in tensors.values()),
         tensors={name: tensor.shape for name, tensor in sorted(tensors.items())},
         noop=noop,
     )
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _zero(file: BinaryIO, size: int) -> bool:
+    """Whether the next `size` bytes are all zero."""
+    while size > 0:
+        chunk = file.read(min(CHUNK, size))
+        if not chunk or chunk.count(0) != len(chunk):
+            return False
+        size -= len(chunk)
+    return True
+
+
+def _config(path: Path) -> PeftConfig:
     if not path.is_file():
         raise AdapterInvalid(
             f"{CONFIG_FILE} is missing", next_step="give a PEFT adapter directory", path=str(path.parent)
@@ -132,66 +175,54 @@ def _config(path: Path) -> dict[str, Any]:
     if path.stat().st_size > CONFIG_LIMIT:
         raise AdapterInvalid("adapter_config.json is larger than the limit", path=str(path), limit=CONFIG_LIMIT)
     try:
-        config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise AdapterInvalid(f"adapter_config.json is not a JSON object: {error}", path=str(path)) from error
+        config = msgspec.json.decode(path.read_bytes(), type=PeftConfig)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise AdapterInvalid(f"adapter_config.json is not a LoRA configuration: {error}", path=str(path)) from error
+    initialization = config.init_lora_weights
+    plain = not isinstance(initialization, str) or initialization.lower() in PLAIN_INITIALIZATIONS
     unsupported = {
-        "peft_type": (config.get("peft_type") == "LORA", "only LoRA adapters can be served"),
-        "use_dora": (not config.get("use_dora"), "vLLM cannot serve DoRA; train with use_dora=False"),
-        "bias": (
-            config.get("bias", "none") == "none",
-            "vLLM cannot serve LoRA biases; train with bias='none'",
-        ),
-        "lora_bias": (
-            not config.get("lora_bias"),
-            "vLLM cannot serve LoRA biases; train with lora_bias=False",
-        ),
+        "peft_type": (config.peft_type == "LORA", "only LoRA adapters can be served"),
+        "use_dora": (not config.use_dora, "vLLM cannot serve DoRA; train with use_dora=False"),
+        "bias": (config.bias == "none", "vLLM cannot serve LoRA biases; train with bias='none'"),
+        "lora_bias": (not config.lora_bias, "vLLM cannot serve LoRA biases; train with lora_bias=False"),
         "modules_to_save": (
-            not config.get("modules_to_save"),
+            not config.modules_to_save,
             "vLLM cannot serve fully trained modules; drop modules_to_save",
         ),
         "target_parameters": (
-            not config.get("target_parameters"),
+            not config.target_parameters,
             "vLLM cannot serve target_parameters; use target_modules",
         ),
-        "init_lora_weights": (
-            not str(config.get("init_lora_weights")).lower().startswith(("pissa", "corda", "olora", "loftq")),
-            "this initialization changes the base weights; save a converted adapter",
-        ),
+        "init_lora_weights": (plain, "this initialization changes the base weights; save a converted adapter"),
+        "alora_invocation_tokens": (not config.alora_invocation_tokens, "vLLM cannot serve activated LoRA"),
+        "layer_replication": (not config.layer_replication, "vLLM cannot serve replicated layers"),
+        "use_bdlora": (not config.use_bdlora, "vLLM cannot serve block-diagonal LoRA"),
+        "use_qalora": (not config.use_qalora, "vLLM cannot serve QALoRA"),
     }
     for key, (fine, next_step) in unsupported.items():
         if not fine:
-            raise AdapterInvalid(
-                "adapter uses what vLLM cannot serve",
-                next_step=next_step,
-                key=key,
-                value=str(config.get(key))[:64],
-            )
-    rank, alpha, modules = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
-        raise AdapterInvalid("adapter_config.json lacks a positive r and a lora_alpha", path=str(path))
-    if isinstance(modules, str):
-        config["target_modules"] = [modules]
-    elif not isinstance(modules, list) or not modules:
-        raise AdapterInvalid("adapter_config.json names no target_modules", path=str(path))
+            value = str(getattr(config, key))[:64]
+            raise AdapterInvalid("adapter uses what vLLM cannot serve", next_step=next_step, key=key, value=value)
     return config
 
 
-def _check_tensors(tensors: dict[str, TensorSpec], config: dict[str, Any]) -> int:
-    """The largest rank; every tensor must be one half of a pair (A: rank x in, B: out x rank) of the config's rank."""
+def _check_tensors(tensors: dict[str, TensorSpec], config: PeftConfig) -> int:
+    """The largest rank; every tensor must be half of a pair (A: rank x in, B: out x rank) of a rank in the config."""
     if not tensors:
         raise AdapterInvalid("adapter has no tensors", file=WEIGHTS_FILE)
-    ranks = {config["r"], *(config.get("rank_pattern") or {}).values()}
+    ranks = {config.r, *(config.rank_pattern or {}).values()}
     largest = 0
     for name, tensor in tensors.items():
-        half, other = (".lora_A.", ".lora_B.") if ".lora_A." in name else (".lora_B.", ".lora_A.")
-        if half not in name or not name.startswith("base_model.model.") or not name.endswith(".weight"):
-            raise AdapterInvalid("tensor is not a LoRA weight in PEFT's naming; vLLM would ignore it", tensor=name)
-        if len(tensor.shape) != 2 or name.replace(half, other) not in tensors:
+        if not name.startswith(PREFIX) or not name.endswith((A, B)):
+            raise AdapterInvalid("tensor is not a LoRA weight in PEFT's naming; vLLM would refuse it", tensor=name)
+        other = tensors.get(name.removesuffix(A) + B if name.endswith(A) else name.removesuffix(B) + A)
+        if other is None or len(tensor.shape) != 2 or len(other.shape) != 2:
             raise AdapterInvalid("tensor is not one half of a LoRA pair", tensor=name, shape=str(tensor.shape))
-        rank = tensor.shape[0 if half == ".lora_A." else 1]
-        if rank not in ranks:
-            raise AdapterInvalid("tensor has a rank the config does not name", tensor=name, rank=rank)
+        rank = tensor.shape[0 if name.endswith(A) else 1]
+        if rank not in ranks or rank != other.shape[1 if name.endswith(A) else 0]:
+            raise AdapterInvalid("tensor has a rank the config or its other half does not name", tensor=name, rank=rank)
+        if tensor.dtype not in FLOATS:
+            raise AdapterInvalid("tensor has a type vLLM cannot serve", tensor=name, dtype=tensor.dtype)
         largest = max(largest, rank)
     return largest
 
@@ -202,14 +233,14 @@ def check_against_base(shape: AdapterShape, base: dict[str, tuple[int, ...]]) ->
     vLLM loads an adapter of a smaller hidden size, or for layers the base lacks, without a word and serves nonsense.
     """
     for name, size in shape.tensors.items():
-        is_a = ".lora_A." in name
-        target = name.removeprefix("base_model.model.").replace(".lora_A." if is_a else ".lora_B.", ".")
-        fits = base.get(target)
+        half = A if name.endswith(A) else B
+        shared = 1 if half == A else 0  # the dimension a half has in common with the base's weight
+        fits = base.get(name.removeprefix(PREFIX).removesuffix(half) + ".weight")
         if fits is None:
             raise AdapterInvalid(
                 "base model has no such weight", next_step="check the base model of the trainer", tensor=name
             )
-        if size[1 if is_a else 0] != fits[1 if is_a else 0]:
+        if len(fits) != 2 or size[shared] != fits[shared]:
             raise AdapterInvalid(
                 "tensor does not fit the base model's weight",
                 next_step="check the base model of the trainer",

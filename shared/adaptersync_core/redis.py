@@ -15,7 +15,14 @@ from typing import Any
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, NoPermissionError, NoScriptError, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+)
 
 from adaptersync_core.errors import ControlError, ControlUnavailable
 from adaptersync_core.scripts import Script
@@ -23,6 +30,7 @@ from adaptersync_core.scripts import Script
 COMMAND_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 3.0
 POOL_LIMIT = 32  # connections of one process to one server
+PASSING = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "TRYAGAIN", "BUSY")  # refusals that end without anybody's doing
 
 Argument = str | bytes | int | float
 Entry = tuple[str, dict[str, str]]
@@ -107,5 +115,9 @@ def translated(url: str) -> Iterator[None]:
         raise ControlUnavailable(
             f"Redis cannot be reached: {error}", next_step="check the server", redis=where
         ) from error
-    except (ResponseError, RedisError) as error:
+    except RedisError as error:
+        if isinstance(error, OutOfMemoryError | ReadOnlyError) or str(error).startswith(PASSING):
+            raise ControlUnavailable(
+                f"Redis cannot answer now: {error}", next_step="check the server", redis=where
+            ) from error
         raise ControlError(f"Redis refused: {error}", redis=where) from error

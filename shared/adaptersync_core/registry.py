@@ -6,8 +6,9 @@ and decide, routers read the table and report what they serve. It decides nothin
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,7 +22,8 @@ from adaptersync_core.redis import RedisClient
 from adaptersync_core.scripts import Script
 from adaptersync_core.table import Table
 
-ReportT = TypeVar("ReportT", bound=Struct)
+RecordT = TypeVar("RecordT", bound=Struct)
+log = logging.getLogger(__name__)
 
 OPEN_REQUESTS = 64
 PUBLICATIONS_AT_ONCE = 64  # newer publications than the coordinator has considered, read in one go
@@ -273,24 +275,32 @@ class Registry:
         published = {}
         for run, (_, names) in records.items():
             texts = await self.client.pipeline([("GET", keys.manifest(name)) for name in names])
-            published[run] = tuple(msgspec.json.decode(text, type=Manifest) for text in texts if text)
+            found = [_from_json(name, text, Manifest) for name, text in zip(names, texts, strict=True) if text]
+            published[run] = tuple(manifest for manifest in found if manifest is not None)
         return Fleet(
             now=now,
             table=table,
             runs={
-                run: msgspec.convert(record, RunRecord, strict=False) for run, (record, _) in records.items() if record
+                run: known
+                for run, (record, _) in records.items()
+                if record and (known := _from_text(run, record, RunRecord)) is not None
             },
             published=published,
             replicas={
-                name: SeenReplica(
-                    report=_from_hash(record, ReplicaReport), age_s=now - int(record["heartbeat_ms"]) / 1000
-                )
+                name: SeenReplica(report=report, age_s=now - int(record["heartbeat_ms"]) / 1000)
                 for name, (record, _) in seen.items()
-                if record
+                if record and (report := _from_hash(name, record, ReplicaReport)) is not None
             },
             acks={name: _acks(acks) for name, (_, acks) in seen.items()},
-            routers={name: _from_hash(record, RouterReport) for name in routers if (record := next(replies))},
-            requests={name: msgspec.json.decode(text, type=Request) for name, text in requests.items()},
+            routers={
+                name: router
+                for name in routers
+                if (record := next(replies)) and (router := _from_hash(name, record, RouterReport)) is not None
+            },
+            requests={
+                name: _from_json(name, text, Request) or Request(kind="unreadable", run="")
+                for name, text in requests.items()
+            },
         )
 
     async def decide(self, decision: Decision, *, token: int, alive_s: float) -> None:
@@ -336,7 +346,7 @@ class Registry:
 
     async def manifest(self, adapter_id: str) -> Manifest | None:
         text = await self.client.command("GET", self.keys.manifest(adapter_id))
-        return None if text is None else msgspec.json.decode(text, type=Manifest)
+        return None if text is None else _from_json(adapter_id, text, Manifest)
 
     async def version(self, adapter_id: str) -> VersionRecord | None:
         """The fate of a version; `published` when it was announced and not yet taken up, None when it is unknown."""
@@ -389,7 +399,8 @@ def _table(text: str | None) -> Table:
 
 
 def _acks(fields: dict[str, str]) -> dict[str, Ack]:
-    return {name: msgspec.json.decode(text, type=Ack) for name, text in fields.items()}
+    found = {name: _from_json(name, text, Ack) for name, text in fields.items()}
+    return {name: ack for name, ack in found.items() if ack is not None}
 
 
 def _record_fields(record: VersionRecord) -> list[str]:
@@ -406,7 +417,24 @@ def _hash_fields(report: Struct) -> list[str]:
     return fields
 
 
-def _from_hash(fields: dict[str, str], kind: type[ReportT]) -> ReportT:
+def _from_hash(name: str, fields: dict[str, str], kind: type[RecordT]) -> RecordT | None:
     structured = {field.name for field in msgspec.structs.fields(kind) if field.type is not str}
-    raw = {name: msgspec.json.decode(text) if name in structured else text for name, text in fields.items()}
-    return msgspec.convert(raw, kind)
+    raw = {key: msgspec.Raw(text.encode()) if key in structured else text for key, text in fields.items()}
+    return _from_json(name, msgspec.json.encode(raw), kind)
+
+
+def _from_text(name: str, fields: dict[str, str], kind: type[RecordT]) -> RecordT | None:
+    return _understood(name, lambda: msgspec.convert(fields, kind, strict=False))
+
+
+def _from_json(name: str, text: str | bytes, kind: type[RecordT]) -> RecordT | None:
+    return _understood(name, lambda: msgspec.json.decode(text, type=kind))
+
+
+def _understood(name: str, read: Callable[[], RecordT]) -> RecordT | None:
+    """What a record says; None, with a warning, for one that cannot be read: it must not stop the whole group."""
+    try:
+        return read()
+    except (msgspec.MsgspecError, RecursionError) as error:
+        log.warning("record of %s is left out, it cannot be read: %s", name, error)
+        return None

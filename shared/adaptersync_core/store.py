@@ -18,7 +18,7 @@ from typing import BinaryIO, Protocol
 import msgspec
 
 from adaptersync_core.errors import ArtifactCorrupt, NameInvalid, NameTaken, StoreError
-from adaptersync_core.identity import check_name, parse_adapter_id
+from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.manifest import CHUNK, MANIFEST_FILE, MANIFEST_LIMIT, FileEntry, Manifest, hash_file
 
 FILE_MODE = 0o644  # readable by the serving side whatever user it runs as; safetensors writes 0600
@@ -57,13 +57,14 @@ class ArtifactStore:
             return self._same(manifest, place)
         staging = place.parent / f".staging-{manifest.adapter_id}-{secrets.token_hex(4)}"
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            staging.mkdir()
-            for directory in (place.parent, staging):
-                directory.chmod(DIRECTORY_MODE)  # whatever the trainer's umask says
+            for directory in (self.root, place.parent, staging):
+                _make_directory(directory)
             for file in manifest.files:
                 copy_verified(self._reader, source / file.name, staging / file.name, file, manifest.adapter_id)
-            write_durably(staging / MANIFEST_FILE, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+            text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+            if len(text) > MANIFEST_LIMIT:
+                raise StoreError("manifest is larger than the limit", version=manifest.adapter_id, limit=MANIFEST_LIMIT)
+            write_durably(staging / MANIFEST_FILE, text)
             sync_directory(staging)
             staging.rename(place)
             sync_directory(place.parent)
@@ -92,7 +93,7 @@ class ArtifactStore:
             with self._reader.open(path) as file:
                 raw = file.read(MANIFEST_LIMIT + 1)
             manifest = msgspec.json.decode(raw, type=Manifest)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, RecursionError) as error:
             raise StoreError(f"manifest cannot be read: {error}", version=adapter_id, path=str(path)) from error
         if manifest.adapter_id != adapter_id:
             raise ArtifactCorrupt("manifest is of another version", version=adapter_id, found=manifest.adapter_id)
@@ -113,11 +114,7 @@ class ArtifactStore:
                 for path in run.iterdir():
                     with contextlib.suppress(NameInvalid):
                         names.append(parse_adapter_id(path.name))
-                yield from (
-                    str(name)
-                    for name in sorted(names, key=lambda name: name.seq)
-                    if name.run == check_name("run", run.name)
-                )
+                yield from (str(name) for name in sorted(names, key=lambda name: name.seq) if name.run == run.name)
 
 
 def verify_files(manifest: Manifest, directory: Path) -> None:
@@ -169,6 +166,16 @@ def write_durably(path: Path, content: bytes) -> None:
         file.flush()
         os.fchmod(file.fileno(), FILE_MODE)
         os.fsync(file.fileno())
+
+
+def _make_directory(path: Path) -> None:
+    """Make a directory that may be there already; one that is new can be entered whatever the umask says."""
+    if not path.parent.is_dir():
+        _make_directory(path.parent)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir()
+        path.chmod(DIRECTORY_MODE)
+        sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:

@@ -8,34 +8,32 @@ from __future__ import annotations
 
 import struct
 from math import prod
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from adaptersync_core.errors import AdapterInvalid
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
-_BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-}
-_BITS |= {"BF16": 16, "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64, "F4": 4}
+DIMENSIONS = 16  # of one tensor; far above any, and what keeps a hostile shape's product small
+_BITS = (
+    dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8)
+    | dict.fromkeys(("I16", "U16", "F16", "BF16"), 16)
+    | dict.fromkeys(("I32", "U32", "F32"), 32)
+    | dict.fromkeys(("I64", "U64", "F64", "C64"), 64)
+    | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+)
+
+Size = Annotated[int, Meta(ge=0)]
 
 
 class TensorSpec(Struct, frozen=True, kw_only=True):
     """One tensor: safetensors dtype name, shape, and where its bytes lie after the header."""
 
     dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    shape: Annotated[tuple[Size, ...], Meta(max_length=DIMENSIONS)]
+    data_offsets: tuple[Size, Size]
 
 
 def read_header(file: BinaryIO, *, size: int, name: str) -> tuple[dict[str, TensorSpec], int]:
@@ -52,10 +50,9 @@ def read_header(file: BinaryIO, *, size: int, name: str) -> tuple[dict[str, Tens
         raise AdapterInvalid("safetensors header length does not fit the file", file=name, header=length, size=size)
     try:
         fields = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
-        tensors = {
-            key: msgspec.json.decode(raw, type=TensorSpec) for key, raw in fields.items() if key != "__metadata__"
-        }
-    except msgspec.MsgspecError as error:
+        msgspec.json.decode(fields.pop("__metadata__", b"{}"), type=dict[str, str] | None)
+        tensors = {key: msgspec.json.decode(raw, type=TensorSpec) for key, raw in fields.items()}
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise AdapterInvalid(f"safetensors header cannot be read: {error}", file=name) from error
     end = 0
     for key, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import aiohttp
+import msgspec
 import orjson
 from msgspec import Struct
 
@@ -35,6 +36,15 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     version: str
 
 
+class _Card(Struct, frozen=True, kw_only=True):
+    """An entry of `/v1/models`; an adapter's has a parent."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
 class VllmClient:
     """Control calls to one server. EngineUnavailable when it does not answer, EngineRefused when it says no."""
 
@@ -56,7 +66,7 @@ class VllmClient:
 
     async def adapters(self) -> dict[str, str]:
         """Registered LoRA names and their directories; says what may be asked for, not what is in memory."""
-        return {card["id"]: card["root"] for card in await self._cards() if card.get("parent")}
+        return {card.id: card.root or "" for card in await self._cards() if card.parent}
 
     async def load(self, name: str, path: str, *, timeout_s: float) -> None:
         await self._call(
@@ -92,12 +102,17 @@ class VllmClient:
 
     async def metrics(self) -> list[tuple[str, dict[str, str], float]]:
         """Prometheus samples: name, labels, value."""
-        text = await self._call("GET", "/metrics")
-        return [(m["name"], dict(_LABEL.findall(m["labels"] or "")), float(m["value"])) for m in _METRIC.finditer(text)]
+        found = _METRIC.finditer(await self._call("GET", "/metrics"))
+        try:
+            return [(m["name"], dict(_LABEL.findall(m["labels"] or "")), float(m["value"])) for m in found]
+        except ValueError as error:
+            raise EngineRefused(f"metrics cannot be read: {error}", status=200, engine=self.url) from error
 
     async def facts(self) -> EngineFacts:
         cards = await self._cards()
-        base = next(card for card in cards if not card.get("parent"))
+        base = next((card for card in cards if not card.parent), None)
+        if base is None:
+            raise EngineRefused("server lists no base model", status=200, engine=self.url)
         sizes = [
             labels.get("block_size", "") for name, labels, _ in await self.metrics() if name == "vllm:cache_config_info"
         ]
@@ -110,9 +125,9 @@ class VllmClient:
             info = {}
         lora = info.get("lora_config") or {}
         return EngineFacts(
-            base_model=base["id"],
-            root=base.get("root") or "",
-            max_model_len=base.get("max_model_len") or 0,
+            base_model=base.id,
+            root=base.root or "",
+            max_model_len=base.max_model_len or 0,
             block_size=int(sizes[0]) if sizes and sizes[0].isdigit() else 0,
             max_loras=lora.get("max_loras") or 0,
             max_cpu_loras=lora.get("max_cpu_loras") or lora.get("max_loras") or 0,
@@ -120,13 +135,19 @@ class VllmClient:
             version=version.get("version", ""),
         )
 
-    async def _cards(self) -> list[dict[str, Any]]:
-        cards: list[dict[str, Any]] = (await self._json("GET", "/v1/models"))["data"]
-        return cards
+    async def _cards(self) -> list[_Card]:
+        answer = await self._json("GET", "/v1/models")
+        try:
+            return msgspec.convert(answer.get("data"), type=list[_Card])
+        except msgspec.ValidationError as error:
+            raise EngineRefused(f"models cannot be read: {error}", status=200, engine=self.url) from error
 
     async def _json(self, method: str, path: str, *, params: Mapping[str, str] | None = None) -> dict[str, Any]:
-        answer: dict[str, Any] = orjson.loads(await self._call(method, path, params=params))
-        return answer
+        text = await self._call(method, path, params=params)
+        try:
+            return msgspec.json.decode(text, type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise EngineRefused(f"answer to {path} is no JSON object", status=200, engine=self.url) from error
 
     async def _call(
         self,

@@ -14,7 +14,7 @@ from adaptersync.agent.reconcile import plan
 from adaptersync.agent.staging import Staging
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
-from adaptersync_core.errors import AdapterSyncError, EngineUnavailable, StoreError
+from adaptersync_core.errors import AdapterSyncError, EngineUnavailable
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.redis import RedisClient
@@ -25,6 +25,7 @@ from adaptersync_core.telemetry import configure_logging
 from adaptersync_core.vllm import VllmClient
 
 REST_S = 10.0  # before a refused version that is still wanted is tried again
+RETRY_S = 1.0  # before a version is tried again that the engine, or Redis, was not there for
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,8 @@ class Agent:
         self._config = config
         self._settings = config.agent
         self._registry = registry
-        self._staging = Staging(Path(config.agent.stage_path), ArtifactStore(Path(config.store.path)))
+        self._store = ArtifactStore(Path(config.store.path))
+        self._staging = Staging(Path(config.agent.stage_path), self._store)
         self._engine = Engine(vllm, self._staging.root)
         self._busy: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, float] = {}
@@ -135,15 +137,16 @@ class Agent:
         await self._registry.forget_acks(self._settings.name, work.forget)
         if work.unload:
             await self._report()
-        for name in self._staging.staged():
+        for name in await asyncio.to_thread(self._staging.staged):
             if name not in table.versions and name not in self._busy and name not in self._loaded:
                 await asyncio.to_thread(self._staging.discard, name)
 
     def _done(self, name: str, task: asyncio.Task[None]) -> None:
         self._busy.pop(name)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._refused[name] = time.monotonic() + REST_S
-            log.error("could not deal with %s: %s", name, error, exc_info=error)
+            passing = isinstance(error, AdapterSyncError) and error.retryable
+            self._refused[name] = time.monotonic() + (RETRY_S if passing else REST_S)
+            log.error("could not deal with %s: %s", name, error, exc_info=None if passing else error)
 
     async def _hold(self, name: str) -> None:
         """Bring one version into the engine and say so; whatever stands in the way is a refusal with its reason."""
@@ -153,6 +156,10 @@ class Agent:
             phases = await self._bring(name)
             ack = Ack(accepted=True, engine_epoch=epoch, phases=phases)
         except AdapterSyncError as error:
+            if error.retryable:  # says nothing of the version; a replica that stays like this is judged by its silence
+                log.warning("will try %s again: %s", name, error)
+                self._refused[name] = time.monotonic() + RETRY_S
+                return
             log.warning("refuses %s: %s", name, error)
             self._refused[name] = time.monotonic() + REST_S
             ack = Ack(accepted=False, engine_epoch=epoch, reason=str(error), phases=phases)
@@ -163,8 +170,8 @@ class Agent:
 
     async def _bring(self, name: str) -> dict[str, float]:
         manifest = await self._registry.manifest(name)
-        if manifest is None:
-            raise StoreError("manifest is not known", version=name)
+        if manifest is None:  # Redis keeps it for a time, the store for as long as the files
+            manifest = await asyncio.to_thread(self._store.read_manifest, name)
         phases = await self._staging.bring(manifest, timeout_s=self._settings.visible_timeout_s)
         began = time.monotonic()
         facts = self._engine.facts

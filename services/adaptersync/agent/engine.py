@@ -47,12 +47,16 @@ class Engine:
         """EngineRefused or EngineUnavailable unless the engine lists the name with this path afterwards."""
         async with self._changing:
             before = await self._client.epoch()
+            if self.epoch and before != self.epoch:
+                raise EngineUnavailable("engine restarted and was not looked at since", version=name)
             failure: EngineRefused | EngineUnavailable | None = None
             try:
                 await self._client.load(name, str(path), timeout_s=timeout_s)
             except (EngineRefused, EngineUnavailable) as error:
                 failure = error
             listed = (await self._client.adapters()).get(name)
+            if isinstance(failure, EngineRefused) and failure.status >= 500:
+                await self._client.alive(timeout_s=timeout_s)  # the last words of a dying engine are no refusal
             if listed is None:
                 raise failure or EngineRefused("engine said it loaded and does not list it", status=200, version=name)
             if listed != str(path):

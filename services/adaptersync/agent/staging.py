@@ -20,6 +20,7 @@ from adaptersync_core.store import ArtifactStore, verify_files
 
 FIRST_PAUSE_S = 0.05  # between looks at a mount that does not show a version yet; doubles up to LAST_PAUSE_S
 LAST_PAUSE_S = 1.0
+HALF_S = 3600.0  # after this a copy is not on its way any more
 
 
 class Staging:
@@ -41,38 +42,55 @@ class Staging:
         """
         began = time.monotonic()
         pause = FIRST_PAUSE_S
-        while not self.path(manifest.adapter_id).is_dir():
+        while True:
             try:
-                await asyncio.to_thread(self._copy, manifest)
+                staged, verified = await asyncio.to_thread(self._stage, manifest)
             except (OSError, ArtifactCorrupt) as error:
                 if time.monotonic() - began + pause > timeout_s:
                     if isinstance(error, ArtifactCorrupt):
                         raise
                     raise StoreError(
-                        f"store does not show the version: {error.strerror or error}",
-                        next_step="check the mount of the store on this host",
+                        f"version could not be staged: {error.strerror or error}",
+                        next_step="check the mount of the store, and the space for staged files, on this host",
                         version=manifest.adapter_id,
                         waited_s=round(time.monotonic() - began, 1),
                     ) from error
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, LAST_PAUSE_S)
-        staged = time.monotonic()
-        await asyncio.to_thread(verify_files, manifest, self.path(manifest.adapter_id))
-        return {"staged_s": staged - began, "verified_s": time.monotonic() - staged}
+            else:
+                return {"staged_s": staged - began, "verified_s": verified - staged}
 
-    def _copy(self, manifest: Manifest) -> None:
+    def _stage(self, manifest: Manifest) -> tuple[float, float]:
+        """Copy what is not there yet and read all of it again; when each was done. What turns out bad is replaced."""
+        place = self.path(manifest.adapter_id)
+        if not place.is_dir():
+            self._copy(manifest)
+        staged = time.monotonic()
+        try:
+            verify_files(manifest, place)
+        except ArtifactCorrupt:
+            self._copy(manifest, replace=True)
+            verify_files(manifest, place)
+        return staged, time.monotonic()
+
+    def _copy(self, manifest: Manifest, *, replace: bool = False) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
+        place = self.path(manifest.adapter_id)
         half = self.root / f".half-{manifest.adapter_id}-{secrets.token_hex(4)}"
+        bad = half.with_name(f"{half.name}-bad")
         half.mkdir()
         try:
             self._store.copy_out(manifest, half)
+            if replace:
+                place.rename(bad)
             try:
-                half.rename(self.path(manifest.adapter_id))
+                half.rename(place)
             except OSError:
-                if not self.path(manifest.adapter_id).is_dir():
+                if not place.is_dir():
                     raise  # else the agent of another replica on this host was faster, with the same bytes
         finally:
             shutil.rmtree(half, ignore_errors=True)
+            shutil.rmtree(bad, ignore_errors=True)
 
     def check(self, manifest: Manifest, *, max_lora_rank: int, base: dict[str, tuple[int, ...]]) -> None:
         """AdapterInvalid unless the engine can serve it: it would load much of what it cannot without a word.
@@ -96,12 +114,14 @@ class Staging:
         shutil.rmtree(self.path(adapter_id), ignore_errors=True)
 
     def staged(self) -> list[str]:
-        """Versions on this host's disk; leftovers of an interrupted copy are removed."""
+        """Versions on this host's disk; what is left of a copy that was interrupted long ago is removed."""
         names = []
         with contextlib.suppress(FileNotFoundError):
             for path in self.root.iterdir():
                 if path.name.startswith(".half-"):
-                    shutil.rmtree(path, ignore_errors=True)
+                    with contextlib.suppress(FileNotFoundError):
+                        if time.time() - path.stat().st_mtime > HALF_S:
+                            shutil.rmtree(path, ignore_errors=True)
                     continue
                 with contextlib.suppress(NameInvalid):
                     names.append(str(parse_adapter_id(path.name)))

@@ -6,12 +6,15 @@ accepted it in the present life of its engine; the same is checked again where t
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from adaptersync.coordinator.draft import Draft
 from adaptersync.coordinator.membership import answer, can_spare, slots_of
 from adaptersync_core.config import Config
 from adaptersync_core.events import VersionPromoted, VersionRolledBack, VersionStaging, VersionSuperseded
+from adaptersync_core.manifest import Manifest
 from adaptersync_core.registry import Fleet
-from adaptersync_core.table import LiveVersion, RunEntry
+from adaptersync_core.table import ROUTABLE, LiveVersion, RunEntry
 
 
 def runs(fleet: Fleet, config: Config) -> Draft | None:
@@ -21,12 +24,7 @@ def runs(fleet: Fleet, config: Config) -> Draft | None:
         entry = fleet.table.runs.get(name, RunEntry(epoch=0, max_staleness=0))
         if (entry.epoch, entry.max_staleness) == (record.epoch, record.max_staleness):
             continue
-        draft.runs[name] = RunEntry(
-            epoch=record.epoch,
-            max_staleness=record.max_staleness,
-            considered=entry.considered,
-            current=entry.current,
-        )
+        draft.runs[name] = replace(entry, epoch=record.epoch, max_staleness=record.max_staleness)
         candidate = fleet.table.candidate(name)
         if candidate is not None and fleet.table.versions[candidate].epoch != record.epoch:
             _supersede(draft, candidate, f"trainer epoch {record.epoch} began", live=True)
@@ -39,18 +37,19 @@ def take_up(fleet: Fleet, config: Config) -> Draft | None:
     ready = table.ready()
     if len(ready) < config.coordinator.min_ready:
         return None  # an empty fleet promotes nothing; what is published waits
-    slots = min((slots_of(fleet.replicas[name].report) for name in ready if name in fleet.replicas), default=0)
+    known = [slots_of(fleet.replicas[name].report) for name in ready if name in fleet.replicas]
+    slots = min(filter(None, known), default=0)
     for run, entry in table.runs.items():
         newer = [manifest for manifest in fleet.published.get(run, ()) if manifest.seq > entry.considered]
         if not newer or table.candidate(run) is not None:
             continue
-        if slots and len(table.wanted()) >= slots:
-            continue  # a load would evict something live; retirement makes room
+        if slots and len(table.versions) >= slots:  # a load would evict something live
+            if any(version.state not in ROUTABLE for version in table.versions.values()):
+                continue  # what is on its way, in or out, makes room
+            return _refuse(fleet, run, newer, f"capacity: all {slots} adapters that replicas can hold are served")
         draft = Draft(fleet)
         newest = newer[-1]
-        draft.runs[run] = RunEntry(
-            epoch=entry.epoch, max_staleness=entry.max_staleness, considered=newest.seq, current=entry.current
-        )
+        draft.runs[run] = replace(entry, considered=newest.seq)
         for manifest in newer:
             if manifest.epoch != entry.epoch:
                 reason = f"published by trainer epoch {manifest.epoch}, which {entry.epoch} replaced"
@@ -78,6 +77,16 @@ def take_up(fleet: Fleet, config: Config) -> Draft | None:
     return None
 
 
+def _refuse(fleet: Fleet, run: str, newer: list[Manifest], reason: str) -> Draft:
+    """Nothing at rest will make room for what was published."""
+    draft = Draft(fleet)
+    draft.runs[run] = replace(fleet.table.runs[run], considered=newer[-1].seq)
+    for manifest in newer:
+        draft.record(manifest.adapter_id, "rolled_back", reason)
+        draft.events.append(VersionRolledBack(version=manifest.adapter_id, generation=draft.generation, reason=reason))
+    return draft
+
+
 def conclude(fleet: Fleet, config: Config) -> Draft | None:
     """Promote, roll back, or eject who stands alone, for the first candidate whose answers allow it."""
     table = fleet.table
@@ -95,12 +104,13 @@ def conclude(fleet: Fleet, config: Config) -> Draft | None:
             return _promote(fleet, run, candidate, ready)
         if len(refused) * 2 >= len(ready):
             return _roll_back(fleet, candidate, "; ".join(f"{name}: {why}" for name, why in refused.items()))
-        late = fleet.now - table.versions[candidate].since > config.coordinator.deadline_s
-        if silent and not late:
+        deadline_s = config.coordinator.deadline_s
+        asked = table.versions[candidate].since  # or later, of a replica that became ready after it
+        if any(fleet.now - max(asked, table.members[name].since) <= deadline_s for name in silent):
             continue
         # what is left stands against replicas that accepted, or kept silent too long
         odd = {name: f"refused {candidate}: {why}" for name, why in refused.items()}
-        odd |= {name: f"no ack of {candidate} in {config.coordinator.deadline_s:g} s" for name in silent}
+        odd |= {name: f"no ack of {candidate} in {deadline_s:g} s" for name in silent}
         draft = Draft(fleet)
         if len(odd) == len(ready) or not can_spare(draft, config, len(odd)):
             return _roll_back(fleet, candidate, "; ".join(f"{name}: {why}" for name, why in odd.items()))
@@ -121,9 +131,7 @@ def _promote(fleet: Fleet, run: str, candidate: str, ready: list[str]) -> Draft:
     previous = entry.current
     if previous in draft.versions and previous is not None:
         draft.enter(previous, "retained")
-    draft.runs[run] = RunEntry(
-        epoch=entry.epoch, max_staleness=entry.max_staleness, considered=entry.considered, current=candidate
-    )
+    draft.runs[run] = replace(entry, current=candidate)
     draft.events.append(
         VersionPromoted(
             version=candidate,

@@ -56,11 +56,13 @@ def _roll_back(fleet: Fleet, draft: Draft, request: Request) -> str:
     """Go back to an earlier version of a run, or give up its candidate; returns why that cannot be done."""
     table = fleet.table
     entry = table.runs.get(request.run)
-    if request.kind != "rollback" or entry is None:
+    if request.kind != "rollback":
+        return f"there is no request of kind {request.kind}"
+    if entry is None:
         return f"there is no run {request.run}"
     reason = request.reason or "asked by an operator"
     candidate = table.candidate(request.run)
-    if candidate is not None and request.version in ("", candidate):
+    if candidate is not None and request.version == candidate:
         draft.give_up(candidate, reason, fate="rolled_back")
         draft.events.append(VersionRolledBack(version=candidate, generation=draft.generation, reason=reason))
         return ""

@@ -195,6 +195,7 @@ class AdapterPublisher:
             lambda: self._registry.publish(publication.manifest, published_at=publication.manifest.created_at)
         )
         self._pending[publication.adapter_id] = publication
+        self._bell.ring()  # its outcome may have come before we listened for it
         self.latest_seq = publication.seq
 
     async def _watch(self) -> None:
@@ -204,6 +205,8 @@ class AdapterPublisher:
                 await self._look()
             except AdapterSyncError as error:
                 log.warning("outcomes not known: %s", error)
+            except Exception:  # a callback of the caller: it must not end the watch that everybody waits for
+                log.exception("a callback for promotions failed")
 
     async def _look(self) -> None:
         # Before the table, so that whoever hears that a version is current finds it in `current_seq`.

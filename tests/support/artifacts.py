@@ -1,0 +1,41 @@
+"""Versions for tests: a small adapter directory, and the manifest a publisher would write for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from adaptersync_core.manifest import FILES, Manifest, content_digest, hash_file, inspect
+from adaptersync_core.store import ArtifactStore
+from support.adapters import make_adapter
+
+
+def small_adapter(directory: Path, *, seed: int = 0, rank: int = 2, hidden: int = 8, scale: float = 0.5) -> Path:
+    """One layer, a few hundred bytes."""
+    return make_adapter(
+        directory, seed=seed, rank=rank, hidden=hidden, intermediate=16, layers=1, targets=("q_proj",), scale=scale
+    )
+
+
+def manifest_of(
+    directory: Path, *, run: str = "run", seq: int = 1, epoch: int = 1, step: int | None = None
+) -> Manifest:
+    """What a publisher would say of an adapter directory."""
+    files = tuple(hash_file(directory / name) for name in FILES)
+    return Manifest(
+        run=run,
+        seq=seq,
+        epoch=epoch,
+        digest=content_digest(files),
+        files=files,
+        shape=inspect(directory),
+        created_at=1_700_000_000.25,
+        step=step,
+    )
+
+
+def stored(store: ArtifactStore, scratch: Path, *, run: str = "run", seq: int = 1, epoch: int = 1) -> Manifest:
+    """A version in the store, with bytes of its own for every (run, seq)."""
+    source = small_adapter(scratch / f"{run}-{seq}", seed=seq)
+    manifest = manifest_of(source, run=run, seq=seq, epoch=epoch)
+    store.publish(manifest, source)
+    return manifest

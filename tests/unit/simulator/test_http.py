@@ -16,6 +16,7 @@ from adaptersync_tools.simulator.engine import EngineConfig
 from adaptersync_tools.simulator.http import Simulator, SimulatorConfig, serving
 from adaptersync_tools.simulator.publisher import PublisherConfig
 from adaptersync_tools.simulator.scheduler import Latency
+from adaptersync_tools.simulator.voice import EOS
 from support.adapters import make_adapter
 from support.engines import simulator as simulator_process
 from support.kv import Listener, listening
@@ -274,3 +275,25 @@ def _subscribed(client: Client, listener: Listener, loop: asyncio.AbstractEventL
         number += 1
         asyncio.run_coroutine_threadsafe(client.complete(prompt=[number] * 40), loop).result()
     listener.discard(0.05)
+
+
+async def test_a_load_holds_decoding_up(tmp_path: Path) -> None:
+    latency = Latency(decode_tokens_per_s=50, load_s=0.3)
+    async with running(latency=latency) as client:
+        start = time.monotonic()
+        call = asyncio.ensure_future(client.complete(max_tokens=11))
+        await wait_until(lambda: client.simulator.engine.running == 1)
+        await client.load("a", make_adapter(tmp_path / "a"))
+        assert (await call)[0] == 200
+        assert time.monotonic() - start > 0.499  # 10 / 50 + 0.3
+
+
+async def test_answers_end_by_themselves_when_told_to() -> None:
+    async with running(stop_probability=0.05) as client:
+        _, body = await client.complete(max_tokens=500, return_token_ids=True)
+        (choice,) = body["choices"]
+        assert choice["finish_reason"] == "stop"
+        assert choice["token_ids"][-1] == EOS
+        assert len(choice["text"]) == len(choice["token_ids"]) - 1 < 499
+        _, body = await client.complete(max_tokens=500, ignore_eos=True)
+        assert body["choices"][0]["finish_reason"] == "length"

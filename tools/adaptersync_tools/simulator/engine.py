@@ -52,6 +52,7 @@ class Request(msgspec.Struct, kw_only=True):
     seed: int = 0
     salt: str | None = None
     want_prompt_logprobs: bool = False
+    ignore_eos: bool = False
 
 
 class Running:
@@ -125,7 +126,7 @@ class Engine:
             request.prompt,
             limit=request.max_tokens,
             seed=request.seed,
-            stop_probability=self.config.stop_probability,
+            stop_probability=0.0 if request.ignore_eos else self.config.stop_probability,
         )
         scored = prompt_logprobs(voice, request.prompt) if request.want_prompt_logprobs else None
         running = Running(request, table, spoken, scored)

@@ -34,6 +34,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
+    ignore_eos: bool | None = False
 
 
 class CompletionBody(Common, frozen=True, kw_only=True):
@@ -190,6 +191,7 @@ def _requests(body: Common, prompt: list[int], limit: int, engine: Engine) -> li
             seed=0 if greedy else (body.seed or 0) + index,
             salt=body.cache_salt,
             want_prompt_logprobs=body.prompt_logprobs is not None,
+            ignore_eos=bool(body.ignore_eos),
         )
         for index in range(body.n)
     ]

@@ -1,8 +1,9 @@
 """When things happen in a simulated vLLM: admission, prefill, decoding, pauses, freezes and death.
 
-The only module with time in it. The latency model is coarse on purpose: prefills and adapter loads queue
-for the engine one after the other, and each running sequence decodes at a fixed rate of its own, undisturbed
-by either. Blocks are promised to the end of a sequence, so nothing is ever preempted. It knows no HTTP.
+The only module with time in it. The latency model is coarse on purpose: prefills and adapter loads queue for the
+engine one after the other; each running sequence decodes at a fixed rate of its own, held up by loads (vLLM reads
+adapters on the engine's loop) and not by prefills. Blocks are promised to the end of a sequence, so nothing is ever
+preempted. It knows no HTTP.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ class Job:
         self.said = 0
         self.aborted = False
         self.first_token_at = 0.0
-        self.held_s = 0.0  # time lost to pauses and freezes since admission
+        self.held_s = 0.0  # time lost to pauses, freezes and loads since admission
         self.signal = asyncio.Event()
 
     @property
@@ -95,6 +96,9 @@ class Scheduler:
         await self.engine_reached()
         if (duration := self.latency.load_s + delay_s) > 0:
             self._busy_until = max(self._time(), self._busy_until) + duration
+            for job in self._jobs:
+                if job.admitted and job.first_token_at <= self._time():
+                    job.held_s += duration
             await asyncio.sleep(self._busy_until - self._time())
             await self.engine_reached()
         self.engine.load(name, path, inplace=inplace, failure=failure)

@@ -42,7 +42,7 @@ from adaptersync.trainer.answers import Answer, Verdict, judge, model_name, paus
 from adaptersync.trainer.pace import Counts, Pace
 from adaptersync.trainer.publisher import AdapterPublisher, Publication
 from adaptersync_core.config import Config, load_config
-from adaptersync_core.errors import ConfigError, PublicationFailed, Unroutable
+from adaptersync_core.errors import AdapterSyncError, ConfigError, PublicationFailed, Unroutable
 from adaptersync_core.identity import check_name
 
 TRL_NEEDED = "adaptersync works with trl 1.16: pip install 'trl>=1.16,<1.17' 'peft>=0.19'"
@@ -78,7 +78,7 @@ SEAMS: dict[Any, tuple[str, ...]] = {
         "_inner_training_loop",
         "log",
     ),
-    AsyncRolloutWorker: ("_loop_cls", "start", "stop", "update_model_version"),
+    AsyncRolloutWorker: ("_loop_cls", "start", "stop", "check_health", "update_model_version"),
     _AsyncRolloutLoop: ("_request_model", "_generate_one", "_generate_one_turn", "_post", "_score_group"),
     async_grpo_trainer: ("AsyncRolloutWorker", "save_lora_adapter", "validate_lora_for_vllm_sync"),
     async_rollout_worker: ("is_vllm_available",),
@@ -237,6 +237,14 @@ class RolloutWorker(AsyncRolloutWorker):
                 process.terminate()
         super().stop()
 
+    def check_health(self, stale_after_s: float) -> None:
+        """Called when the trainer has waited 5 s for a sample; says in one line why there will be no more."""
+        try:
+            super().check_health(stale_after_s)
+        except RuntimeError as error:
+            why = str(error.__cause__ or error).partition("\n")[0]
+            raise AdapterSyncError(f"the rollout process ended: {why}", next_step="its traceback is above") from error
+
 
 def _drain(unread: Any) -> None:
     try:
@@ -307,10 +315,10 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
     def _init_lora_sync(self, model: Any) -> bool:
         """TRL probes a server here; the fleet need not be up yet, and the agents check what it can serve."""
         async_grpo_trainer.validate_lora_for_vllm_sync(model)
-        # What TRL makes next, the worker, takes both: the name its requests begin with, and where they go.
-        self._lora_name = self.run
+        self._lora_name = self.run  # the worker, which TRL makes next, begins the names it asks for with it
         if self.args.vllm_server_base_url == AsyncGRPOConfig.vllm_server_base_url:
             self.args.vllm_server_base_url = self._adaptersync.trainer.router_url
+            self.vllm_client.server_url = self.args.vllm_server_base_url
         return True
 
     def _open_publisher(self) -> AdapterPublisher:

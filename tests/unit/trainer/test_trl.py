@@ -16,10 +16,11 @@ import pytest
 from aiohttp import ClientSession, web
 
 from adaptersync_core.config import Config
-from adaptersync_core.errors import ConfigError, NameInvalid, PublicationFailed, Unroutable
+from adaptersync_core.errors import AdapterSyncError, ConfigError, NameInvalid, PublicationFailed, Unroutable
 from adaptersync_core.identity import adapter_id
 from support.publications import FakePublisher
 from support.rollouts import DiesBeforeItIsReady, FillsQueues, StubWorker
+from support.wait import wait_until_sync
 
 pytestmark = [pytest.mark.trl, pytest.mark.filterwarnings("default")]
 
@@ -209,6 +210,14 @@ def test_a_process_that_dies_at_its_start_fails_the_start(worker: Any) -> None:
     assert worker._loop_kwargs["dataset"] is dataset  # where TRL looks for it when it saves and resumes
 
 
+def test_why_the_process_ended_is_said_in_one_line(worker: Any) -> None:
+    worker._exception_info_queue.put(("Unroutable", "no answer to train on: 422", "Traceback ..."))
+    wait_until_sync(lambda: not worker._exception_info_queue.empty())
+    worker._failed_event.set()
+    with pytest.raises(AdapterSyncError, match=r"^the rollout process ended: Unroutable: no answer to train on: 422;"):
+        worker.check_health(300.0)
+
+
 def test_arguments_that_cannot_be_sent_are_named(worker: Any) -> None:
     worker._loop_kwargs["reward_funcs"] = [lambda **_: [0.0]]
     with pytest.raises(TypeError, match="must be picklable"):
@@ -375,4 +384,4 @@ def test_the_worker_trl_makes_is_ours_and_asks_the_router(trl: ModuleType, make_
     assert type(trainer.rollout_worker) is trl.RolloutWorker
     arguments = trainer.rollout_worker._loop_kwargs
     assert arguments["lora_name"] == RUN
-    assert arguments["vllm_server_url"] == Config().trainer.router_url
+    assert arguments["vllm_server_url"] == trainer.vllm_client.server_url == Config().trainer.router_url

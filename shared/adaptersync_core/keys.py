@@ -31,6 +31,7 @@ REPLICA_TTL_S = 3600  # a replica that said nothing for an hour is forgotten
 ROUTER_TTL_S = 10  # a router that said nothing for this long no longer holds up retirement
 VERSION_TTL_S = 30 * 86400  # how long the fate of a version that is gone can be asked for
 OWNERSHIP_TTL_S = 6 * 3600  # ownership of a version nobody asks for any more
+INFLIGHT_TTL_S = 60  # in-flight counts when no router is left
 
 SPECS = (
     KeySpec(pattern="control", type="hash", server="control", writer="coordinator", bound="5 fields"),
@@ -97,7 +98,14 @@ SPECS = (
         bound="router.blocks_per_version",
         ttl_s=OWNERSHIP_TTL_S,
     ),
-    KeySpec(pattern="inflight", type="hash", server="cache", writer="router", bound="routers x replicas"),
+    KeySpec(
+        pattern="inflight",
+        type="hash",
+        server="cache",
+        writer="router",
+        bound="routers x replicas",
+        ttl_s=INFLIGHT_TTL_S,
+    ),
 )
 
 

@@ -8,6 +8,7 @@ text, protocol RESP2, so that both server families and both client generations a
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -100,8 +101,13 @@ def rq_connection(url: str) -> redis.Redis:
 def translated(url: str) -> Iterator[None]:
     """Turn what the client raises into our errors."""
     where = url.rsplit("@", 1)[-1]  # never a password
+    task = asyncio.current_task()
+    asked = task.cancelling() if task else 0
     try:
         yield
+        # the client sends under `wait_for`, which before Python 3.12 loses a cancellation that meets a finished write
+        if task and task.cancelling() > asked:
+            raise asyncio.CancelledError
     except (AuthenticationError, NoPermissionError) as error:
         raise ControlError(
             f"Redis refused: {error}", next_step="check user and password of this service", redis=where

@@ -224,6 +224,10 @@ class Registry:
         keys = (self.keys.router(router), self.keys.routers)
         await self._run("report", keys, router, ROUTER_TTL_S, *_hash_fields(report))
 
+    async def forget_router(self, router: str) -> None:
+        """A router that stopped in order holds nothing up any more."""
+        await self.client.pipeline([("DEL", self.keys.router(router)), ("ZREM", self.keys.routers, router)])
+
     # coordinator
 
     async def lead(self, coordinator: str, *, lease_s: float) -> Leadership:

@@ -1,0 +1,1 @@
+"""One OpenAI-compatible address for a fleet: resolves names to versions, chooses replicas, keeps the ledger."""

@@ -1,0 +1,71 @@
+"""From an asked name to a target: asks the records when the table does not know, and holds what is on its way.
+
+A held request waits for the table to change, never by polling, in bounded number and for a bounded time.
+"""
+
+from __future__ import annotations
+
+import time
+
+from adaptersync.router.fates import Fates
+from adaptersync.router.resolve import RETRY_S, Ask, Fate, Hold, Target, resolve
+from adaptersync.router.table import TableView
+from adaptersync_core.errors import ControlError, Unroutable
+
+
+class Admission:
+    """`held` is how many requests wait at this moment."""
+
+    def __init__(self, view: TableView, fates: Fates, *, base_model: str, hold_s: float, held_requests: int) -> None:
+        self._view = view
+        self._fates = fates
+        self._base_model = base_model
+        self._hold_s = hold_s
+        self._held_requests = held_requests
+        self.held = 0
+
+    async def admit(self, name: str) -> Target:
+        """The target for `name`, which may be sent at once: nothing happens between the decision and the return."""
+        deadline = 0.0
+        while True:
+            table = self._view.serving()
+            answer = resolve(table, name, base_model=self._base_model, fate=self._fates.get(name, table.generation))
+            if isinstance(answer, Ask):
+                fate = await self._ask(name, answer, table.generation)
+                answer = resolve(self._view.serving(), name, base_model=self._base_model, fate=fate)
+            if isinstance(answer, Target):
+                return answer
+            if isinstance(answer, Hold):
+                deadline = deadline or time.monotonic() + self._hold_s
+                await self._wait(name, answer.reason, deadline)
+
+    async def _ask(self, name: str, ask: Ask, generation: int) -> Fate:
+        try:
+            return await self._fates.read(name, ask.wanted, generation)
+        except ControlError as error:
+            raise Unroutable(
+                f"model is not in the table, and its record cannot be read: {error.reason}",
+                status=503,
+                retry_after_s=RETRY_S,
+                model=name,
+            ) from error
+
+    async def _wait(self, name: str, reason: str, deadline: float) -> None:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise Unroutable(
+                f"{reason}, and did not become so in time",
+                status=503,
+                retry_after_s=RETRY_S,
+                model=name,
+                held_s=self._hold_s,
+            )
+        if self.held >= self._held_requests:
+            raise Unroutable(
+                f"{reason}, and no more requests can be held", status=503, retry_after_s=RETRY_S, model=name
+            )
+        self.held += 1
+        try:
+            await self._view.change(left_s)
+        finally:
+            self.held -= 1

@@ -1,0 +1,42 @@
+"""Answers the router gives itself, in the shape OpenAI clients understand."""
+
+from __future__ import annotations
+
+import math
+
+import orjson
+from aiohttp import web
+
+from adaptersync_core.errors import AdapterSyncError, Unroutable
+
+TYPES = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    410: "gone_error",
+    413: "invalid_request_error",
+    501: "not_implemented_error",
+    502: "upstream_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def json_answer(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(status=status, body=orjson.dumps(body), content_type="application/json", headers=headers)
+
+
+def refusal(error: AdapterSyncError, *, status: int, headers: dict[str, str] | None = None) -> web.Response:
+    """One line of reason; `Retry-After` where coming back makes sense."""
+    headers = dict(headers or {})
+    if isinstance(error, Unroutable) and error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    body = {
+        "error": {
+            "message": str(error),
+            "type": TYPES.get(status, "api_error"),
+            "code": error.code,
+            "param": "model" if "model" in error.ids else None,
+        }
+    }
+    return json_answer(body, status=status, headers=headers)

@@ -1,0 +1,179 @@
+"""Wiring and lifecycle of one router process, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, NamedTuple
+
+from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector, web
+
+from adaptersync.router.admission import Admission
+from adaptersync.router.fates import Fates
+from adaptersync.router.ledger import Ledger
+from adaptersync.router.metrics import Metrics
+from adaptersync.router.outages import Outages
+from adaptersync.router.ownership import Ownership
+from adaptersync.router.proxy import Proxy
+from adaptersync.router.report import report
+from adaptersync.router.status import ENGINE_CALLS, Status, refuse_engine_call, refuse_path
+from adaptersync.router.table import TableView
+from adaptersync_core.bus import Bell, ring_on_events
+from adaptersync_core.config import Config
+from adaptersync_core.errors import ControlError, ControlUnavailable
+from adaptersync_core.keys import Keys
+from adaptersync_core.pipe import Pipe
+from adaptersync_core.redis import RedisClient
+from adaptersync_core.registry import Registry
+
+CACHE_TIMEOUT_S = 0.25  # for a decision; past it the router decides alone
+IDLE_S = 4.0  # keep-alive towards replicas: shorter than the 5 s after which vLLM's server closes
+DRAIN_S = 60.0  # how long a stop waits for requests in flight
+FLUSH_S = 5.0  # how long it then waits for the ledger
+
+log = logging.getLogger(__name__)
+
+
+class Serving(NamedTuple):
+    """`work` are the loops behind the requests; it ends only when one of them breaks, and then so must the router."""
+
+    url: str
+    work: asyncio.Task[None]
+
+
+async def run_router(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT, then let requests in flight end and the ledger be written."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    try:
+        async with serving(config) as router:
+            log.info("serving on %s", router.url)
+            stopped = asyncio.create_task(stop.wait())
+            await asyncio.wait((stopped, router.work), return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            log.info("stopping: waiting for requests in flight")
+    finally:
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(signum)
+
+
+@contextlib.asynccontextmanager
+async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[Serving]:
+    """A router that serves while the context lasts, which then waits up to `drain_s` for requests in flight."""
+    settings = config.router
+    # every process counts and reports for itself, also where several share a name and a port
+    name = f"{settings.name}-{secrets.token_hex(3)}"
+    keys = Keys(config.group.name)
+    control = RedisClient(config.redis.control_url, name=name)
+    registry = Registry(control, keys)
+    pipe = Pipe(config.redis.cache_url or config.redis.control_url, name=name, timeout_s=CACHE_TIMEOUT_S)
+    session = ClientSession(
+        connector=TCPConnector(limit=0, keepalive_timeout=IDLE_S),
+        timeout=ClientTimeout(total=settings.request_timeout_s, sock_connect=settings.connect_timeout_s),
+        cookie_jar=DummyCookieJar(),
+        auto_decompress=False,
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+    )
+    view = TableView(registry, max_age_s=settings.table_max_age_s)
+    admission = Admission(
+        view,
+        Fates(registry),
+        base_model=config.group.base_model,
+        hold_s=settings.hold_s,
+        held_requests=settings.held_requests,
+    )
+    ownership = Ownership(pipe, keys, router=name, spill=settings.spill, blocks_per_version=settings.blocks_per_version)
+    outages, metrics = Outages(), Metrics()
+    ledger = Ledger(control, keys.rollouts, queue=settings.ledger_queue)
+    proxy = Proxy(
+        name=name,
+        settings=settings,
+        session=session,
+        view=view,
+        admission=admission,
+        ownership=ownership,
+        outages=outages,
+        ledger=ledger,
+        metrics=metrics,
+    )
+    status = Status(
+        name=name,
+        base_model=config.group.base_model,
+        session=session,
+        view=view,
+        admission=admission,
+        ownership=ownership,
+        outages=outages,
+        ledger=ledger,
+        metrics=metrics,
+    )
+
+    app = web.Application(client_max_size=settings.body_bytes)
+    app.router.add_post("/v1/completions", proxy.rollout)
+    app.router.add_post("/v1/chat/completions", proxy.rollout)
+    app.router.add_post("/tokenize", proxy.tokenize)
+    app.router.add_get("/v1/models", status.models)
+    app.router.add_get("/health", status.health)
+    app.router.add_get("/metrics", status.metrics)
+    for path in ENGINE_CALLS:
+        app.router.add_route("*", path, refuse_engine_call)
+    app.router.add_route("*", "/{path:.*}", refuse_path)
+
+    bell = Bell()
+    await view.read()
+    with contextlib.suppress(ControlUnavailable):
+        await pipe.connect()
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=drain_s)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, settings.host, settings.port, reuse_port=True, backlog=2048)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        url = f"http://{host}:{port}"
+        work = asyncio.create_task(
+            _work(
+                view.follow(bell),
+                ring_on_events(bell, config.redis.control_url, keys.events, name=name),
+                _renew(view, outages),
+                ownership.beat(),
+                ownership.tell_ends(),
+                ledger.write(),
+                report(registry, view, proxy, name=name, url=url),
+            )
+        )
+        try:
+            yield Serving(url=url, work=work)
+        finally:
+            # requests in flight still need all of the above
+            proxy.stopping = True
+            await runner.cleanup()
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+    finally:
+        await runner.cleanup()
+        await ledger.flush(FLUSH_S)
+        await ownership.leave()
+        with contextlib.suppress(ControlError):
+            await registry.forget_router(name)
+        await session.close()
+        await pipe.close()
+        await control.close()
+
+
+async def _work(*loops: Coroutine[Any, Any, None]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for loop in loops:
+            group.create_task(loop)
+
+
+async def _renew(view: TableView, outages: Outages) -> None:
+    while True:
+        if await view.change(60.0):
+            outages.renew()

@@ -1,0 +1,47 @@
+"""Replicas this router leaves out for a moment, from its own experience. Knows no network; the caller gives the time.
+
+The table says who should serve; this says who just did not. It is a guess with a short life: the coordinator's word
+replaces it at the next table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+UNREACHABLE_S = 1.0  # a replica that could not be reached is tried again after this
+MISSING_S = 5.0  # a replica without a version it should hold is asked for it again after this
+
+
+class Outages:
+    """Bounded by replicas times live versions: `renew` forgets what a new table makes pointless."""
+
+    def __init__(self) -> None:
+        self._unreachable: dict[str, float] = {}
+        self._missing: dict[tuple[str, str], float] = {}
+
+    def unreachable(self, replica: str, now: float) -> None:
+        self._unreachable[replica] = now + UNREACHABLE_S
+
+    def missing(self, replica: str, version: str, now: float) -> None:
+        self._missing[replica, version] = now + MISSING_S
+
+    def reached(self, replica: str) -> None:
+        if self._unreachable:
+            self._unreachable.pop(replica, None)
+
+    def renew(self) -> None:
+        """A new table has come."""
+        self._unreachable.clear()
+        self._missing.clear()
+
+    def candidates(self, ready: Sequence[str], version: str, tried: Collection[str], now: float) -> Sequence[str]:
+        """Who may be asked for `version`: the unreachable only when nobody else is left, those without it never."""
+        if not (self._missing or self._unreachable or tried):
+            return ready
+        holders = [
+            name for name in ready if name not in tried and not now < self._missing.get((name, version), float("-inf"))
+        ]
+        return [name for name in holders if not self.out(name, now)] or holders
+
+    def out(self, replica: str, now: float) -> bool:
+        return now < self._unreachable.get(replica, float("-inf"))

@@ -1,0 +1,118 @@
+"""Who owns which prefix and who is how busy, shared by all routers of a group through the cache server.
+
+One script call decides, counts and learns (`route.lua`); ends of requests are given back in batches; once a second
+the router says what it really has in flight, which mends every count that was lost and drops those of routers that
+died. When the cache server is away or slow the router decides alone, by the prompt's own hash and its own counts:
+same prompts still meet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from adaptersync.router.policy import Choice, Standing, choose
+from adaptersync_core.bus import Bell
+from adaptersync_core.errors import ControlError
+from adaptersync_core.keys import INFLIGHT_TTL_S, OWNERSHIP_TTL_S, Keys
+from adaptersync_core.pipe import Pipe
+from adaptersync_core.scripts import Script
+
+BEAT_S = 1.0  # between two counts of what is in flight
+LEASE_S = 5.0  # a router silent for this long gives its counts back
+GATHER_S = 0.005  # ends of requests that are told together
+
+log = logging.getLogger(__name__)
+
+
+class Ownership:
+    """The decision, as this router asks for it. `inflight` are its own requests by replica."""
+
+    def __init__(self, pipe: Pipe, keys: Keys, *, router: str, spill: int, blocks_per_version: int) -> None:
+        self._pipe = pipe
+        self._keys = keys
+        self._router = router
+        self._spill = spill
+        self._blocks_per_version = blocks_per_version
+        self._scripts = {name: Script(name) for name in ("route", "release", "count")}
+        self._ended: Counter[str] = Counter()
+        self._bell = Bell()
+        self.inflight: Counter[str] = Counter()
+
+    @property
+    def reachable(self) -> bool:
+        return self._pipe.connected
+
+    async def choose(self, version: str, hashes: Sequence[str], candidates: Sequence[str], turn: int) -> Choice:
+        """One of the candidates (at least one), counted in flight until `release`."""
+        arguments: tuple[str | int, ...] = (
+            self._router,
+            self._spill,
+            turn,
+            self._blocks_per_version,
+            OWNERSHIP_TTL_S,
+            INFLIGHT_TTL_S,
+            len(candidates),
+            *candidates,
+            *hashes,
+        )
+        try:
+            replica, outcome, owned = await self._pipe.script(
+                self._scripts["route"], (self._keys.owned(version), self._keys.inflight), arguments
+            )
+            choice = Choice(replica=replica, outcome=outcome, owned=owned)
+        except ControlError:
+            choice = self._alone(candidates, turn)
+        self.inflight[choice.replica] += 1
+        return choice
+
+    def release(self, choice: Choice) -> None:
+        """The request that `choose` counted has ended."""
+        replica = choice.replica
+        self.inflight[replica] -= 1
+        if choice.outcome != "local":
+            self._ended[replica] += 1
+            self._bell.ring()
+
+    async def tell_ends(self) -> None:
+        """Give counts back soon after requests end; runs until cancelled."""
+        while True:
+            await self._bell.wait(BEAT_S)
+            await asyncio.sleep(GATHER_S)
+            ended, self._ended = self._ended, Counter()
+            if ended:
+                pairs = [part for item in ended.items() for part in item]
+                await self._tell("release", self._router, *pairs)
+
+    async def beat(self) -> None:
+        """Renew the lease and mend the counts; runs until cancelled."""
+        while True:
+            await self._count(LEASE_S)
+            await asyncio.sleep(BEAT_S)
+
+    async def leave(self) -> None:
+        """Give everything back at once."""
+        self.inflight.clear()
+        await self._count(0)
+
+    async def _count(self, lease_s: float) -> None:
+        pairs = [part for item in self.inflight.items() if item[1] > 0 for part in item]
+        await self._tell("count", self._router, int(lease_s * 1000), INFLIGHT_TTL_S, *pairs)
+
+    async def _tell(self, script: str, *arguments: str | int) -> None:
+        try:
+            await self._pipe.script(self._scripts[script], (self._keys.inflight,), arguments)
+        except ControlError as error:
+            log.debug("counts not told, the next beat mends them: %s", error)
+
+    def _alone(self, candidates: Sequence[str], turn: int) -> Choice:
+        """The same rule with the replica that the prompt's hash falls on as its owner."""
+        home = turn % len(candidates)
+        standings = [
+            Standing(replica=name, owned=int(place == home), inflight=self.inflight[name])
+            for place, name in enumerate(candidates)
+        ]
+        choice = choose(standings, spill=self._spill, turn=turn)
+        return Choice(replica=choice.replica, outcome="local", owned=0)

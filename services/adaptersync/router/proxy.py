@@ -1,0 +1,383 @@
+"""The hot path: one request in, one replica chosen, its answer passed through, one ledger row.
+
+Reads of a body only what routing needs, and changes in it only a name that had to be resolved. Until the client has
+received a byte, a replica that fails is replaced by another. Nothing here knows how names are resolved or owners
+found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+from aiohttp import (
+    ClientConnectionResetError,
+    ClientError,
+    ClientResponse,
+    ClientSession,
+    ConnectionTimeoutError,
+    web,
+)
+from aiohttp.typedefs import LooseHeaders
+from msgspec import Raw, Struct
+
+from adaptersync.router.admission import Admission
+from adaptersync.router.answers import refusal
+from adaptersync.router.ledger import Ledger, Row
+from adaptersync.router.metrics import Metrics
+from adaptersync.router.outages import Outages
+from adaptersync.router.ownership import Ownership
+from adaptersync.router.policy import Choice
+from adaptersync.router.resolve import RETRY_S, Target
+from adaptersync.router.table import TableView
+from adaptersync.router.tokens import NOTHING, routing_tokens
+from adaptersync.router.upstream import answer_headers, read_whole, request_headers
+from adaptersync.router.usage import NO_USAGE, TAIL_BYTES, Usage, read_usage
+from adaptersync_core.blocks import block_hashes
+from adaptersync_core.config import RouterSection
+from adaptersync_core.errors import Unroutable
+
+ATTEMPTS = 3  # replicas asked for one request
+WHOLE_BYTES = 256 << 10  # answers up to this size, where known, are read before the first byte is passed on
+FAILED = frozenset({500, 502, 503, 504})  # statuses another replica may do better than
+CLIENT_GONE = 499
+
+
+class Asked(Struct, frozen=True):
+    """What routing needs of a body; everything else stays unread."""
+
+    model: str | None = None
+    prompt: Raw = NOTHING
+    messages: Raw = NOTHING
+
+
+class _Call:
+    """One request on its way: what its ledger row will say."""
+
+    __slots__ = (
+        "asked",
+        "attempts",
+        "choice",
+        "engine_epoch",
+        "first_byte_s",
+        "generation",
+        "hold_s",
+        "outcome",
+        "reason",
+        "request_id",
+        "route_s",
+        "started",
+        "started_at",
+        "status",
+        "target",
+        "usage",
+    )
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.started = time.monotonic()
+        self.started_at = time.time()
+        self.asked = ""
+        self.target: Target | None = None
+        self.choice: Choice | None = None
+        self.engine_epoch = ""
+        self.generation = 0
+        self.attempts = 0
+        self.hold_s: float | None = None
+        self.route_s: float | None = None
+        self.first_byte_s: float | None = None
+        self.usage: Usage = NO_USAGE
+        self.outcome = "ok"
+        self.status = 0
+        self.reason = ""
+
+    def headers(self) -> dict[str, str]:
+        headers = {"x-adaptersync-request-id": self.request_id}
+        if self.target is not None:
+            headers["x-adaptersync-version"] = self.target.model
+        if self.choice is not None:
+            headers["x-adaptersync-replica"] = self.choice.replica
+        return headers
+
+
+class _Elsewhere(Exception):
+    """This replica did not do; nothing has reached the client yet. `kind` is a word for the metrics."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+class Proxy:
+    """Everything one request touches, wired once. `serving` are requests at replicas, by version."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        settings: RouterSection,
+        session: ClientSession,
+        view: TableView,
+        admission: Admission,
+        ownership: Ownership,
+        outages: Outages,
+        ledger: Ledger,
+        metrics: Metrics,
+    ) -> None:
+        self._name = name
+        self._settings = settings
+        self._session = session
+        self._view = view
+        self._admission = admission
+        self._ownership = ownership
+        self._outages = outages
+        self._ledger = ledger
+        self._metrics = metrics
+        self._decoder = msgspec.json.Decoder(Asked)
+        self._prefix = secrets.token_hex(6)
+        self._count = 0
+        self._at_replicas = 0
+        self.stopping = False
+        self.serving: Counter[str] = Counter()
+
+    async def rollout(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions and /v1/chat/completions."""
+        return await self._handle(request, model_needed=True)
+
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        """POST /tokenize: any replica can; leaves no ledger row, since nothing is generated."""
+        return await self._handle(request, model_needed=False)
+
+    async def _handle(self, request: web.Request, *, model_needed: bool) -> web.StreamResponse:
+        self._count += 1
+        call = _Call(f"{self._prefix}-{self._count:x}")
+        try:
+            return await self._serve(request, call, model_needed=model_needed)
+        except Unroutable as error:
+            if call.outcome == "ok":
+                call.outcome = "refused"
+            call.status, call.reason = error.status, str(error)
+            return refusal(error, status=error.status, headers=call.headers())
+        except (asyncio.CancelledError, ConnectionError):
+            call.outcome, call.status = "stopped" if self.stopping else "client_gone", CLIENT_GONE
+            raise
+        except BaseException as error:
+            call.outcome, call.status, call.reason = "router_error", 500, repr(error)[:200]
+            raise
+        finally:
+            self._close(request, call, row=model_needed)
+
+    async def _serve(self, request: web.Request, call: _Call, *, model_needed: bool) -> web.StreamResponse:
+        body, asked = await self._read(request)
+        if asked.model:
+            call.asked = asked.model[:128]
+            target = await self._admission.admit(asked.model)
+            call.hold_s = time.monotonic() - call.started
+        elif model_needed:
+            raise Unroutable("request names no model", status=400, next_step="see GET /v1/models")
+        else:
+            target = Target(model="")
+        # no await between the resolution and this count: the coordinator unloads what nobody says to be using
+        call.target, call.generation = target, self._view.table.generation
+        self.serving[target.model] += 1
+        try:
+            if self._at_replicas >= self._settings.max_inflight:
+                raise Unroutable(
+                    "router is full", status=503, retry_after_s=RETRY_S, in_flight=self._at_replicas, router=self._name
+                )
+            self._at_replicas += 1
+            try:
+                if asked.model and asked.model != target.model:
+                    body = _rename(body, target.model)
+                return await self._dispatch(request, call, target, body, self._hashes(target, asked))
+            finally:
+                self._at_replicas -= 1
+        finally:
+            self.serving[target.model] -= 1
+            if self.serving[target.model] <= 0:
+                del self.serving[target.model]
+
+    async def _read(self, request: web.Request) -> tuple[bytes, Asked]:
+        limit = self._settings.body_bytes
+        try:
+            if request.content_length is not None and request.content_length > limit:
+                raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length)
+            body = await request.read()
+            return body, self._decoder.decode(body)
+        except web.HTTPRequestEntityTooLarge as error:
+            raise Unroutable("request body is too large", status=413, limit_bytes=limit) from error
+        except (msgspec.DecodeError, web.RequestPayloadError) as error:
+            raise Unroutable(f"request body is not what it should be: {error}", status=400) from error
+
+    def _hashes(self, target: Target, asked: Asked) -> list[str]:
+        blocks, size = self._settings.blocks_per_request, self._view.block_size
+        tokens = routing_tokens(asked.prompt, asked.messages, limit=blocks * size)
+        return block_hashes(target.model, tokens, size, blocks)
+
+    async def _dispatch(
+        self, request: web.Request, call: _Call, target: Target, body: bytes, hashes: Sequence[str]
+    ) -> web.StreamResponse:
+        """Try replicas until one answers, or nobody is left."""
+        headers = request_headers(request, call.request_id)
+        turn = int(hashes[-1][:7], 16) if hashes else self._count
+        tried: set[str] = set()
+        failure: _Elsewhere | None = None
+        for left in reversed(range(ATTEMPTS)):
+            now = time.monotonic()
+            candidates = self._outages.candidates(self._view.ready, target.model, tried, now)
+            if not candidates and failure is not None and failure.kind == "unreachable":
+                # an idle connection may have been closed under our request: ask the same ones anew
+                candidates = self._outages.candidates(self._view.ready, target.model, (), now)
+            if not candidates:
+                break
+            call.attempts += 1
+            choice = call.choice = await self._ownership.choose(target.model, hashes, candidates, turn)
+            try:
+                call.route_s = (call.route_s or 0.0) + time.monotonic() - now
+                self._metrics.routed.labels(choice.outcome, choice.replica).inc()
+                last = left == 0 or len(candidates) == 1
+                return await self._send(request, call, target, choice.replica, body, headers, last=last)
+            except _Elsewhere as error:
+                failure = error
+            finally:
+                self._ownership.release(choice)
+            tried.add(choice.replica)
+            self._metrics.retries.labels(failure.kind).inc()
+        if failure is None:
+            raise Unroutable("no replica is ready for this", status=503, retry_after_s=RETRY_S, version=target.model)
+        call.outcome = "upstream_error"
+        raise Unroutable(f"no replica could answer: {failure}", status=503, retry_after_s=RETRY_S, version=target.model)
+
+    async def _send(
+        self,
+        request: web.Request,
+        call: _Call,
+        target: Target,
+        replica: str,
+        body: bytes,
+        headers: LooseHeaders,
+        *,
+        last: bool,
+    ) -> web.StreamResponse:
+        """One attempt; _Elsewhere when another replica may do better and the client has received nothing."""
+        member = self._view.table.members.get(replica)
+        if member is None:
+            raise _Elsewhere("gone", "replica left while it was chosen")
+        call.engine_epoch = member.engine_epoch
+        sent = time.monotonic()
+        try:
+            async with self._session.post(member.url + request.path_qs, data=body, headers=headers) as answer:
+                call.first_byte_s = time.monotonic() - sent
+                call.status = answer.status
+                self._outages.reached(replica)
+                if answer.status in FAILED and not last:
+                    raise _Elsewhere(f"status_{answer.status}", f"replica answered {answer.status}")
+                length = answer.content_length
+                if answer.status == 200 and (length is None or length > WHOLE_BYTES):
+                    return await self._stream(request, call, answer)
+                whole = await read_whole(answer, WHOLE_BYTES)
+                if answer.status == 404 and target.run and target.model.encode() in whole:
+                    self._outages.missing(replica, target.model, time.monotonic())
+                    self._metrics.missing.labels(replica).inc()
+                    raise _Elsewhere("missing_version", "replica does not know the version")
+                self._answered(call, whole[-TAIL_BYTES:])
+                passed = answer_headers(answer, call.headers())
+                return web.Response(status=answer.status, body=whole, headers=passed)
+        except (ClientError, TimeoutError, OSError) as error:
+            if isinstance(error, TimeoutError) and not isinstance(error, ConnectionTimeoutError):
+                call.outcome = "upstream_error"
+                raise Unroutable(
+                    "replica did not answer in time", status=504, replica=replica, version=target.model
+                ) from error
+            self._outages.unreachable(replica, time.monotonic())
+            raise _Elsewhere("unreachable", f"replica cannot be reached: {_said(error)}") from error
+
+    async def _stream(self, request: web.Request, call: _Call, answer: ClientResponse) -> web.StreamResponse:
+        """Pass chunks on as they come; only the tail is remembered, for the token counts.
+
+        When the replica fails half-way the client's connection is cut: it must not take what it has for all of it.
+        """
+        response = web.StreamResponse(status=answer.status, headers=answer_headers(answer, call.headers()))
+        response.content_length = answer.content_length
+        tail = b""
+        try:
+            await response.prepare(request)
+            async for chunk in answer.content.iter_any():
+                await response.write(chunk)
+                tail = (tail + chunk)[-TAIL_BYTES:]
+            await response.write_eof()
+        except ClientConnectionResetError:  # only writing raises this
+            call.outcome, call.status = "client_gone", CLIENT_GONE
+        except (ClientError, TimeoutError, OSError) as error:
+            call.outcome, call.reason = "upstream_error", _said(error)
+            if request.transport is not None:
+                request.transport.close()
+        else:
+            self._answered(call, tail)
+        return response
+
+    def _answered(self, call: _Call, tail: bytes) -> None:
+        if call.status < 400:
+            call.usage = read_usage(tail)
+        else:
+            call.outcome = "refused" if call.status < 500 else "upstream_error"
+            call.reason = tail[:200].decode(errors="replace")
+
+    def _close(self, request: web.Request, call: _Call, *, row: bool) -> None:
+        total_s = time.monotonic() - call.started
+        metrics, target, choice, usage = self._metrics, call.target, call.choice, call.usage
+        metrics.requests.labels(call.outcome, str(call.status)).inc()
+        metrics.total_s.observe(total_s)
+        if call.hold_s is not None:
+            metrics.hold_s.observe(call.hold_s)
+        if call.route_s is not None:
+            metrics.route_s.observe(call.route_s)
+        if call.first_byte_s is not None:
+            metrics.first_byte_s.observe(call.first_byte_s)
+        metrics.prompt_tokens.inc(usage.prompt_tokens or 0)
+        metrics.cached_tokens.inc(usage.cached_tokens or 0)
+        if not row:
+            return
+        self._ledger.add(
+            Row(
+                request_id=call.request_id,
+                router=self._name,
+                path=request.path,
+                asked=call.asked,
+                outcome=call.outcome,
+                status=call.status,
+                started_at=call.started_at,
+                total_s=total_s,
+                run=target.run if target else "",
+                version=target.model if target else "",
+                digest=target.digest if target else "",
+                replica=choice.replica if choice else "",
+                engine_epoch=call.engine_epoch,
+                routing=choice.outcome if choice else "",
+                owned_blocks=choice.owned if choice else None,
+                attempts=call.attempts,
+                hold_s=call.hold_s,
+                route_s=call.route_s,
+                first_byte_s=call.first_byte_s,
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+                generation=call.generation,
+                reason=call.reason,
+            )
+        )
+
+
+def _rename(body: bytes, model: str) -> bytes:
+    """The same object with another `model`; every other value keeps its bytes."""
+    fields = msgspec.json.decode(body, type=dict[str, Raw])
+    fields["model"] = Raw(msgspec.json.encode(model))
+    return msgspec.json.encode(fields)
+
+
+def _said(error: BaseException) -> str:
+    return str(error) or type(error).__name__

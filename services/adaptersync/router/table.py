@@ -1,0 +1,95 @@
+"""The last table this router could read, how old it is, and waiting for the next one.
+
+Woken by events, it reads again on a timer as well. While Redis is away the last table goes on being served, up to the
+age at which the coordinator no longer waits for this router; past it nothing can be vouched for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from adaptersync_core.bus import Bell
+from adaptersync_core.errors import ControlError, Unroutable
+from adaptersync_core.registry import Registry
+from adaptersync_core.table import Table
+
+REREAD_S = 1.0  # how often to look when no event wakes it
+BLOCK_SIZE = 16  # for members that do not say theirs
+
+log = logging.getLogger(__name__)
+
+
+class TableView:
+    """The router's view of the fleet. `reachable` says whether the last read succeeded."""
+
+    def __init__(self, registry: Registry, *, max_age_s: float) -> None:
+        self._registry = registry
+        self._max_age_s = max_age_s
+        self._read_at: float | None = None
+        self._changed = asyncio.Event()
+        self.table = Table()
+        self.ready: list[str] = []
+        self.block_size = BLOCK_SIZE
+        self.reachable = False
+
+    def age_s(self) -> float:
+        """Seconds since the table was last read; infinite before the first time."""
+        return float("inf") if self._read_at is None else time.monotonic() - self._read_at
+
+    def serving(self) -> Table:
+        """The table to serve from; Unroutable 503 when there is none, or none young enough."""
+        if self._read_at is None:
+            raise Unroutable("router has no table yet", status=503, retry_after_s=1.0, next_step="is a coordinator up?")
+        age_s = self.age_s()
+        if age_s > self._max_age_s:
+            raise Unroutable(
+                "router's table is too old to vouch for any version",
+                status=503,
+                retry_after_s=1.0,
+                next_step="check the control server",
+                age_s=round(age_s, 1),
+            )
+        return self.table
+
+    async def change(self, timeout_s: float) -> bool:
+        """Wait for another table; False when `timeout_s` passed."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def follow(self, bell: Bell) -> None:
+        """Read whenever the bell rings and on a timer; runs until cancelled."""
+        while True:
+            await self.read()
+            await bell.wait(REREAD_S)
+
+    async def read(self) -> None:
+        """One read. An absent table is a control server that lost it: the last one known stays."""
+        try:
+            table = await self._registry.table()
+        except ControlError as error:
+            if self.reachable or self._read_at is None:
+                log.warning("table cannot be read, serving the last one: %s", error)
+            self.reachable = False
+            return
+        self.reachable = True
+        same = table.incarnation == self.table.incarnation
+        if table.generation == 0 or (same and table.generation < self.table.generation):
+            return
+        self._read_at = time.monotonic()
+        if same and table.generation == self.table.generation:
+            return
+        self._adopt(table)
+
+    def _adopt(self, table: Table) -> None:
+        self.table = table
+        self.ready = table.ready()
+        sizes = [table.members[name].block_size for name in self.ready if table.members[name].block_size > 0]
+        self.block_size = min(sizes, default=BLOCK_SIZE)
+        self._changed.set()
+        self._changed = asyncio.Event()

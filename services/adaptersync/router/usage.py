@@ -1,0 +1,33 @@
+"""Token counts from the end of an engine's answer, without reading the answer. Pure.
+
+The engine writes `usage` after the choices, in a plain answer and in the last event of a stream that was asked for
+it. A quoted text cannot look like it: inside a JSON string every quote is escaped.
+"""
+
+from __future__ import annotations
+
+import re
+
+from msgspec import Struct
+
+TAIL_BYTES = 2048  # of an answer are looked at
+
+_COUNT = re.compile(rb'"(prompt_tokens|completion_tokens|cached_tokens)":\s*([0-9]{1,12})')
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+NO_USAGE = Usage()
+
+
+def read_usage(tail: bytes) -> Usage:
+    """What the last `usage` in these bytes says."""
+    start = tail.rfind(b'"usage":')
+    if start < 0:
+        return NO_USAGE
+    counts = {name.decode(): int(value) for name, value in _COUNT.findall(tail, start)}
+    return Usage(**counts)

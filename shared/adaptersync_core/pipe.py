@@ -1,0 +1,197 @@
+"""One connection to a Redis server for many small calls a second: what one tick of the loop asks is written together.
+
+For callers that have something to do when the server is away: a call then fails at once, and the connection is made
+anew in the background. Order is kept; nothing is repeated. The general client of `redis` is for everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import hiredis
+
+from adaptersync_core.errors import ConfigError, ControlError, ControlUnavailable
+from adaptersync_core.scripts import Script
+
+RETRY_S = 0.25  # between attempts to connect
+
+log = logging.getLogger(__name__)
+
+Argument = str | bytes | int | float
+
+
+class Pipe:
+    """One server. Every failure to reach it is ControlUnavailable; what it refuses is ControlError.
+
+    A call that is not answered within `timeout_s` ends the connection: later replies could not be told apart.
+    """
+
+    def __init__(self, url: str, *, name: str, timeout_s: float) -> None:
+        self._parts = urlsplit(url)
+        if self._parts.scheme not in ("redis", "rediss"):
+            raise ConfigError("address must begin with redis:// or rediss://", url=url.rsplit("@", 1)[-1])
+        self.where = url.rsplit("@", 1)[-1]
+        self._name = name
+        self._timeout_s = timeout_s
+        self._line: _Line | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def connected(self) -> bool:
+        return self._line is not None and not self._line.broken
+
+    async def connect(self) -> None:
+        """One attempt to connect, awaited; ControlUnavailable when it fails."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                self._line = await self._open()
+        except (OSError, TimeoutError) as error:
+            raise self._away(str(error) or "no answer in time") from error
+
+    async def call(self, *arguments: Argument) -> Any:
+        line = self._line
+        if line is None or line.broken:
+            self._reconnect()
+            raise self._away("not connected")
+        return await line.send(arguments)
+
+    async def script(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
+        try:
+            return await self.call("EVALSHA", script.sha, len(keys), *keys, *arguments)
+        except ControlError as error:
+            if "NOSCRIPT" not in error.reason:
+                raise
+        return await self.call("EVAL", script.source, len(keys), *keys, *arguments)
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._connecting is not None:
+            self._connecting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._connecting
+        if self._line is not None:
+            self._line.end("closed")
+
+    def _reconnect(self) -> None:
+        if self._connecting is None and not self._closed:
+            self._connecting = asyncio.create_task(self._until_connected(), name=f"connect {self.where}")
+
+    async def _until_connected(self) -> None:
+        said = False
+        while True:
+            try:
+                await self.connect()
+            except ControlError as error:
+                if not said:
+                    log.warning("%s", error)
+                    said = True
+                await asyncio.sleep(RETRY_S)
+            else:
+                self._connecting = None
+                return
+
+    async def _open(self) -> _Line:
+        parts = self._parts
+        secure = ssl.create_default_context() if parts.scheme == "rediss" else None
+        loop = asyncio.get_running_loop()
+        _, line = await loop.create_connection(
+            lambda: _Line(self.where, self._timeout_s), parts.hostname or "127.0.0.1", parts.port or 6379, ssl=secure
+        )
+        try:
+            if parts.password:
+                user = (unquote(parts.username),) if parts.username else ()
+                await line.send(("AUTH", *user, unquote(parts.password)))
+            if parts.path.strip("/"):
+                await line.send(("SELECT", parts.path.strip("/")))
+            await line.send(("CLIENT", "SETNAME", self._name))
+        except BaseException:
+            line.end("handshake failed")
+            raise
+        return line
+
+    def _away(self, reason: str) -> ControlUnavailable:
+        return ControlUnavailable(f"Redis cannot be reached: {reason}", next_step="check the server", redis=self.where)
+
+
+class _Line(asyncio.Protocol):
+    """One life of the connection: replies answer the oldest waiting call."""
+
+    def __init__(self, where: str, timeout_s: float) -> None:
+        self.broken = False
+        self._where = where
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._reader = hiredis.Reader(encoding="utf-8", replyError=_refused)
+        self._waiting: deque[tuple[asyncio.Future[Any], float]] = deque()
+        self._out: list[bytes] = []
+        self._watch: asyncio.TimerHandle | None = None
+        self._transport: asyncio.WriteTransport | None = None
+
+    def send(self, arguments: tuple[Argument, ...]) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = self._loop.create_future()
+        if not self._out:
+            self._loop.call_soon(self._flush)
+        self._out.append(hiredis.pack_command(arguments))  # type: ignore[arg-type]  # numbers are fine, its stub is narrow
+        self._waiting.append((future, self._loop.time()))
+        if self._watch is None:
+            self._watch = self._loop.call_later(self._timeout_s, self._check)
+        return future
+
+    def end(self, reason: str) -> None:
+        """Nothing more will come: every waiting call fails."""
+        self.broken = True
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self._transport is not None:
+            self._transport.abort()
+        while self._waiting:
+            future, _ = self._waiting.popleft()
+            if not future.done():
+                future.set_exception(ControlUnavailable(f"Redis cannot be reached: {reason}", redis=self._where))
+
+    def connection_made(self, transport: asyncio.WriteTransport) -> None:  # type: ignore[override]
+        self._transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.end(str(error) if error else "connection closed by the server")
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._reader.feed(data)
+            while (reply := self._reader.gets()) is not False:
+                future, _ = self._waiting.popleft()
+                if future.done():
+                    continue
+                if isinstance(reply, ControlError):
+                    future.set_exception(reply)
+                else:
+                    future.set_result(reply)
+        except (hiredis.ProtocolError, IndexError) as error:
+            self.end(f"answer is not Redis protocol: {error}")
+
+    def _flush(self) -> None:
+        out, self._out = self._out, []
+        if self._transport is not None and not self.broken:
+            self._transport.write(b"".join(out))
+
+    def _check(self) -> None:
+        self._watch = None
+        if self._waiting:
+            due = self._waiting[0][1] + self._timeout_s
+            if due <= self._loop.time():
+                self.end("no answer in time")
+            else:
+                self._watch = self._loop.call_at(due, self._check)
+
+
+def _refused(text: str) -> ControlError:
+    return ControlError(f"Redis refused: {text}")

@@ -1,0 +1,216 @@
+"""Replicas that fail, servers that are killed: what the client then sees."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import pytest
+
+from support.router_fleet import V1, V2, Fleet, Servers
+from support.wait import wait_until
+
+LONG = list(range(64))  # four blocks
+
+
+async def test_a_dead_replica_is_replaced(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        await fleet.complete(V1, LONG)
+        owner = next(replica for replica in fleet.replicas.values() if replica.seen)
+        other = next(replica for replica in fleet.replicas.values() if replica is not owner)
+        await owner.stop()
+        for _ in range(5):
+            answer = await fleet.complete(V1, LONG)
+            assert (answer.status, answer.headers["x-adaptersync-replica"]) == (200, other.name)
+        rows = await fleet.rows(6)
+        assert rows[1]["attempts"] == "2"
+        assert rows[5]["attempts"] == "1"  # left out for a moment, and the other owns the prompt by now
+        health = await fleet.get("/health")
+        assert health.json["replicas"][owner.name]["reason"] == "this router could not reach it"
+
+
+@pytest.mark.parametrize("status", [500, 503])
+async def test_a_replica_that_fails_is_replaced(fleet: Fleet, status: int) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        await fleet.complete(V1, LONG)
+        owner = next(replica for replica in fleet.replicas.values() if replica.seen)
+        owner.fail = [status]
+        answer = await fleet.complete(V1, LONG)
+        assert answer.status == 200
+        assert answer.headers["x-adaptersync-replica"] != owner.name
+
+
+async def test_when_all_fail_the_last_answer_is_passed_on(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.fail = [500] * 10
+    async with fleet.router():
+        answer = await fleet.complete(V1)
+        assert answer.status == 500
+        assert "EngineCore" in answer.message
+        assert sum(len(replica.seen) for replica in fleet.replicas.values()) == 2
+        (row,) = await fleet.rows(1)
+        assert (row["outcome"], row["attempts"]) == ("upstream_error", "2")
+
+
+async def test_when_nobody_can_be_reached_it_says_so(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        await replica.stop()
+    async with fleet.router():
+        answer = await fleet.complete(V1)
+        assert answer.status == 503
+        assert "Retry-After" in answer.headers
+        (row,) = await fleet.rows(1)
+        assert (row["outcome"], row["attempts"]) == ("upstream_error", "3")
+        assert (await fleet.get("/health")).status == 503
+        await wait_until(lambda: _idle(fleet))
+
+
+async def test_a_replica_without_the_version_is_left_out_and_the_client_hears_nothing(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "retained", V2: "current"}, fleet.urls)
+    async with fleet.router():
+        await fleet.complete(V1, LONG)
+        owner = next(replica for replica in fleet.replicas.values() if replica.seen)
+        owner.seen.clear()
+        owner.holds = {V2, "base"}
+        answers = await asyncio.gather(*(fleet.complete(V1, LONG) for _ in range(3)))
+        answers += [await fleet.complete(V1, LONG) for _ in range(3)]
+        assert {answer.status for answer in answers} == {200}
+        assert len([seen for seen in owner.seen if seen.json["model"] == V1]) <= 3  # none after the first 404
+        owner.seen.clear()
+        await fleet.complete(V1, LONG)
+        assert not owner.seen
+        text = (await fleet.get("/metrics")).body.decode()
+        assert f'missing_version_total{{replica="{owner.name}"}}' in text
+        # it still serves what it has, and a new table gives it another chance
+        owner.holds = None
+        await fleet.table({V1: "retained", V2: "current"})
+        for replica in fleet.replicas.values():
+            if replica is not owner:
+                replica.fail = [503]
+        assert (await fleet.complete(V1, LONG)).headers["x-adaptersync-replica"] == owner.name
+
+
+async def test_when_no_replica_has_the_version_it_is_503_not_404(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.holds = {"base"}
+    async with fleet.router():
+        for _ in range(2):
+            answer = await fleet.complete(V1)
+            assert answer.status == 503
+            assert "Retry-After" in answer.headers
+        assert sum(len(replica.seen) for replica in fleet.replicas.values()) == 2
+
+
+async def test_an_answer_cut_in_the_middle_is_not_passed_as_whole(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.cut_after = 1
+    async with fleet.router() as url:
+        body = {"model": V1, "prompt": [1], "stream": True}
+        async with fleet.session.post(url + "/v1/completions", json=body) as answer:
+            assert await answer.content.readany() == b"data: one\n\n"
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await answer.content.read()
+        (row,) = await fleet.rows(1)
+        assert (row["outcome"], row["attempts"]) == ("upstream_error", "1")
+
+
+async def test_a_replica_that_never_answers_is_given_up(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.gate.clear()
+    async with fleet.router(request_timeout_s=0.3):
+        answer = await fleet.complete(V1)
+        assert answer.status == 504
+        await wait_until(lambda: sum(replica.aborted for replica in fleet.replicas.values()) == 1)
+
+
+async def test_without_ready_replicas_it_says_so(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, {})
+    async with fleet.router():
+        assert (await fleet.complete(V1)).status == 503
+        assert (await fleet.get("/v1/models")).status == 503
+
+
+async def test_without_the_control_server_it_serves_until_it_cannot_vouch(own_fleet: Fleet, servers: Servers) -> None:
+    fleet = own_fleet
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router(table_max_age_s=3.0):
+        assert (await fleet.complete(V1)).status == 200
+        await asyncio.to_thread(servers.control.kill)
+        for _ in range(10):
+            assert (await fleet.complete("run-a", LONG)).status == 200
+        answer = await fleet.complete(V2)  # not in the table, and nobody to ask
+        assert answer.status == 503
+        assert "Retry-After" in answer.headers
+        await wait_until(lambda: _control_away(fleet))
+        health = await fleet.get("/health")
+        assert health.status == 200
+        assert health.json["ledger"]["waiting"] > 0
+        await wait_until(lambda: _refused(fleet), timeout_s=5.0)
+        assert (await fleet.get("/health")).status == 503
+        assert "too old" in (await fleet.complete(V1)).message
+        await asyncio.to_thread(servers.control.start)
+        await wait_until(lambda: _served(fleet), timeout_s=10.0)
+        # every row that waited is written now
+        await wait_until(lambda: _all_written(fleet), timeout_s=10.0)
+        assert (await fleet.get("/health")).json["ledger"]["lost"] == 0
+
+
+async def test_rows_beyond_the_queue_are_counted(own_fleet: Fleet, servers: Servers) -> None:
+    fleet = own_fleet
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router(ledger_queue=5):
+        await asyncio.to_thread(servers.control.kill)
+        for _ in range(8):
+            assert (await fleet.complete(V1)).status == 200
+        ledger = (await fleet.get("/health")).json["ledger"]
+        assert (ledger["waiting"], ledger["lost"]) == (5, 3)
+        assert b"adaptersync_router_ledger_lost 3.0" in (await fleet.get("/metrics")).body
+
+
+async def test_without_the_cache_server_it_decides_alone(own_fleet: Fleet, servers: Servers) -> None:
+    fleet = own_fleet
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        assert (await fleet.complete(V1, LONG)).status == 200
+        await asyncio.to_thread(servers.cache.kill)
+        answers = await asyncio.gather(*(fleet.complete(V1, LONG) for _ in range(5)))
+        assert {answer.status for answer in answers} == {200}
+        assert len({answer.headers["x-adaptersync-replica"] for answer in answers}) == 1
+        assert (await fleet.get("/health")).json["redis"]["cache"].startswith("away")
+        rows = await fleet.rows(6)
+        assert {row["routing"] for row in rows[1:]} == {"local"}
+        await asyncio.to_thread(servers.cache.start)
+        await wait_until(lambda: _routed_by_redis(fleet), timeout_s=10.0)
+
+
+async def _routed_by_redis(fleet: Fleet) -> bool:
+    await fleet.complete(V1, LONG)
+    return (await fleet.get("/health")).json["redis"]["cache"] == "reachable"  # type: ignore[no-any-return]
+
+
+async def _idle(fleet: Fleet) -> bool:
+    return not await fleet.counts()
+
+
+async def _control_away(fleet: Fleet) -> bool:
+    return (await fleet.get("/health")).json["redis"]["control"].startswith("away")  # type: ignore[no-any-return]
+
+
+async def _refused(fleet: Fleet) -> bool:
+    return (await fleet.complete(V1)).status == 503
+
+
+async def _served(fleet: Fleet) -> bool:
+    return (await fleet.complete(V1)).status == 200
+
+
+async def _all_written(fleet: Fleet) -> bool:
+    ledger = (await fleet.get("/health")).json["ledger"]
+    return bool(ledger["waiting"] == 0 and ledger["written"] > 10)

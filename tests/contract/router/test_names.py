@@ -1,0 +1,140 @@
+"""Versions on their way in are waited for, those on their way out are refused with their reason."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from support.router_fleet import V1, V2, V3, Fleet
+from support.tables import version_name
+from support.wait import wait_until
+
+
+async def _held(fleet: Fleet) -> int:
+    return int((await fleet.get("/health")).json["held"])
+
+
+@pytest.mark.parametrize("state", ["published", "staging", "ready"])
+async def test_a_request_for_a_coming_version_is_held_until_it_is_current(fleet: Fleet, state: str) -> None:
+    if state == "published":
+        await fleet.tables.announce(V2)
+        await fleet.tables.write({V1: "current"}, fleet.urls)
+    else:
+        await fleet.tables.write({V1: "current", V2: state}, fleet.urls)  # type: ignore[dict-item]
+    async with fleet.router():
+        waiting = [asyncio.create_task(fleet.complete(name)) for name in (V2, "run-a@v2")]
+        await wait_until(lambda: _is_held(fleet, 2))
+        assert not any(task.done() for task in waiting)
+        await fleet.table({V1: "retained", V2: "current"})
+        for answer in await asyncio.gather(*waiting):
+            assert (answer.status, answer.headers["x-adaptersync-version"]) == (200, V2)
+        rows = await fleet.rows(2)
+        assert all(float(row["hold_s"]) > 0 for row in rows)
+        assert await _held(fleet) == 0
+
+
+async def test_the_first_version_of_a_run_is_waited_for_by_its_alias(fleet: Fleet) -> None:
+    await fleet.tables.announce(V1)
+    await fleet.tables.write({}, fleet.urls)
+    async with fleet.router():
+        waiting = asyncio.create_task(fleet.complete("run-a"))
+        await wait_until(lambda: _is_held(fleet, 1))
+        await fleet.table({V1: "staging"})
+        assert not waiting.done()
+        await fleet.table({V1: "current"})
+        assert (await waiting).headers["x-adaptersync-version"] == V1
+
+
+async def test_holding_ends_with_a_word_when_to_come_back(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "staging"}, fleet.urls)
+    async with fleet.router(hold_s=0.2):
+        answer = await fleet.complete(V1)
+        assert answer.status == 503
+        assert int(answer.headers["Retry-After"]) >= 1
+        assert "staging" in answer.message
+        (row,) = await fleet.rows(1)
+        assert (row["outcome"], row["status"]) == ("refused", "503")
+
+
+async def test_only_so_many_are_held(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "staging"}, fleet.urls)
+    async with fleet.router(held_requests=1):
+        waiting = asyncio.create_task(fleet.complete(V1))
+        await wait_until(lambda: _is_held(fleet, 1))
+        assert (await fleet.complete(V1)).status == 503
+        await fleet.table({V1: "current"})
+        assert (await waiting).status == 200
+
+
+async def test_a_held_version_that_is_given_up_is_refused_with_the_reason(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current", V2: "staging"}, fleet.urls)
+    async with fleet.router():
+        waiting = asyncio.create_task(fleet.complete(V2))
+        await wait_until(lambda: _is_held(fleet, 1))
+        await fleet.tables.record(V2, "rolled_back", "rank 64 is over the limit")
+        await fleet.table({V1: "current"})
+        answer = await waiting
+        assert answer.status == 409
+        assert "rank 64 is over the limit" in answer.message
+
+
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [("superseded", 409), ("rolled_back", 409), ("retiring", 410), ("retired", 410), ("voided", 410)],
+)
+async def test_versions_that_are_gone_are_refused_with_their_reason(fleet: Fleet, state: str, status: int) -> None:
+    await fleet.tables.record(V1, state, "because of this")
+    await fleet.tables.write({V2: "current"}, fleet.urls)
+    async with fleet.router():
+        for name in (V1, "run-a@v1"):
+            answer = await fleet.complete(name)
+            assert answer.status == status
+            assert state in answer.message
+            assert "because of this" in answer.message
+        assert not any(replica.seen for replica in fleet.replicas.values())
+
+
+async def test_a_retiring_version_of_the_table_is_refused(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "retiring", V2: "current"}, fleet.urls)
+    async with fleet.router():
+        assert (await fleet.complete(V1)).status == 410
+
+
+@pytest.mark.parametrize("name", [V3, "run-a@v3", "nobody", "nobody@current", "No Such Form", "base-2"])
+async def test_unknown_names_are_unknown(fleet: Fleet, name: str) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        answer = await fleet.complete(name)
+        assert answer.status == 404
+        assert answer.json["error"]["param"] == "model"
+
+
+async def test_a_retry_storm_for_what_is_gone_asks_redis_once(fleet: Fleet) -> None:
+    await fleet.tables.record(V1, "retired")
+    await fleet.tables.write({V2: "current"}, fleet.urls)
+
+    async def reads() -> int:
+        stats = await fleet.control.command("INFO", "commandstats")
+        return int(stats.get("cmdstat_hgetall", {"calls": 0})["calls"])
+
+    async with fleet.router():
+        before = await reads()
+        answers = await asyncio.gather(*(fleet.complete(V1) for _ in range(50)))
+        await fleet.table({V2: "current"})  # a new table is no reason to ask again
+        answers += await asyncio.gather(*(fleet.complete(V1) for _ in range(50)))
+        assert {answer.status for answer in answers} == {410}
+        assert await reads() - before == 1
+
+
+async def test_a_version_announced_after_it_was_unknown_is_found(fleet: Fleet) -> None:
+    late = version_name(9)
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        assert (await fleet.complete(late)).status == 404
+        await fleet.table({V1: "retained", late: "current"})
+        assert (await fleet.complete(late)).status == 200
+
+
+async def _is_held(fleet: Fleet, count: int) -> bool:
+    return await _held(fleet) == count

@@ -1,0 +1,273 @@
+"""What a client sees: names, passing through, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import orjson
+import pytest
+
+from support.router_fleet import V1, V2, V3, Fleet
+from support.upstreams import MAX_MODEL_LEN
+from support.wait import wait_until
+
+
+async def test_names_reach_the_version_they_stand_for(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "retained", V2: "current"}, fleet.urls)
+    async with fleet.router():
+        for asked, meant in {V1: V1, V2: V2, "run-a": V2, "run-a@current": V2, "run-a@v1": V1, "base": "base"}.items():
+            answer = await fleet.complete(asked)
+            assert answer.status == 200, answer.body
+            assert answer.json["model"] == meant
+            assert answer.headers["x-adaptersync-version"] == meant
+            assert answer.headers["x-adaptersync-replica"] in fleet.replicas
+            assert answer.headers["x-adaptersync-request-id"]
+
+
+async def test_a_body_is_passed_untouched(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    body = b'{ "seed": 9007199254740993,\n "temperature": 1.0e0, "model":"%s", "prompt" : [1, 2,3], "x":"\\u00e9" }'
+    async with fleet.router():
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            assert (await fleet.post(path, body % V1.encode())).status == 200
+        seen = [request for replica in fleet.replicas.values() for request in replica.seen]
+        assert [request.body for request in seen] == [body % V1.encode()] * 2
+        assert {request.path for request in seen} == {"/v1/completions", "/v1/chat/completions"}
+
+
+async def test_an_alias_changes_the_model_and_nothing_else(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    body = (
+        b'{"seed": 9007199254740993, "temperature": 1.0e0, "model": "run-a", "x": {"model" : "run-a"}, "prompt": [1]}'
+    )
+    async with fleet.router():
+        assert (await fleet.post("/v1/completions", body)).status == 200
+        (sent,) = [request.body for replica in fleet.replicas.values() for request in replica.seen]
+        assert orjson.loads(sent) == orjson.loads(body) | {"model": V1}
+        assert b"9007199254740993" in sent
+        assert b"1.0e0" in sent
+        assert b'{"model" : "run-a"}' in sent
+
+
+async def test_headers_pass_but_those_of_a_connection(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        headers = {"Authorization": "Bearer key", "X-Request-Id": "mine", "TE": "trailers", "X-Own": "yes"}
+        answer = await fleet.post("/v1/completions", {"model": V1, "prompt": [1]}, headers=headers)
+        assert answer.status == 200
+        assert answer.headers["Content-Type"].startswith("application/json")
+        (seen,) = [request for replica in fleet.replicas.values() for request in replica.seen]
+        assert seen.headers["authorization"] == "Bearer key"
+        assert seen.headers["x-request-id"] == "mine"
+        assert seen.headers["x-own"] == "yes"
+        assert "te" not in seen.headers
+
+
+async def test_a_stream_is_passed_on_chunk_by_chunk(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    chunks = [b"data: {}\n\n", "data: é\n\n".encode(), b"\x00\xff", b"data: [DONE]\n\n"]
+    for replica in fleet.replicas.values():
+        replica.chunks = chunks
+        replica.chunk_gate = asyncio.Semaphore(0)
+    async with fleet.router() as url:
+        body = {"model": "run-a", "prompt": [1], "stream": True}
+        async with fleet.session.post(url + "/v1/chat/completions", json=body) as answer:
+            assert answer.status == 200
+            assert answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+            received = []
+            for _ in chunks:  # the next one is sent only after this one has arrived
+                for replica in fleet.replicas.values():
+                    replica.chunk_gate.release()
+                received.append(await asyncio.wait_for(answer.content.readany(), timeout=5.0))
+            assert received == chunks
+            assert await answer.content.read() == b""
+        (row,) = await fleet.rows(1)
+        assert row["outcome"] == "ok"
+
+
+async def test_a_large_answer_is_passed_whole(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    large = orjson.dumps({"text": "x" * (3 << 20), "usage": {"prompt_tokens": 5, "completion_tokens": 7}})
+    for replica in fleet.replicas.values():
+        replica.answer = lambda _: large
+    async with fleet.router():
+        answer = await fleet.complete(V1)
+        assert answer.body == large
+        assert int(answer.headers["Content-Length"]) == len(large)
+        (row,) = await fleet.rows(1)
+        assert (row["prompt_tokens"], row["completion_tokens"]) == ("5", "7")
+
+
+async def test_a_client_that_leaves_ends_the_work(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.gate.clear()
+    async with fleet.router():
+        with pytest.raises(TimeoutError):
+            await fleet.post("/v1/completions", {"model": V1, "prompt": [1]}, timeout=aiohttp.ClientTimeout(total=0.3))
+        await wait_until(lambda: sum(replica.aborted for replica in fleet.replicas.values()) == 1)
+        (row,) = await fleet.rows(1)
+        assert (row["outcome"], row["status"]) == ("client_gone", "499")
+        await wait_until(lambda: _idle(fleet))
+
+
+async def test_a_client_that_leaves_a_stream_ends_the_work(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.chunk_gate = asyncio.Semaphore(1)
+    async with fleet.router() as url:
+        body = {"model": V1, "prompt": [1], "stream": True}
+        async with fleet.session.post(url + "/v1/completions", json=body) as answer:
+            await answer.content.readany()
+            answer.close()
+        await wait_until(lambda: sum(replica.aborted for replica in fleet.replicas.values()) == 1)
+        (row,) = await fleet.rows(1)
+        assert row["outcome"] == "client_gone"
+
+
+async def test_a_body_over_the_limit_is_refused(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router(body_bytes=1000):
+        for body in ({"model": V1, "prompt": "x" * 2000}, _chunks(2000)):
+            async with aiohttp.ClientSession() as session:
+                sent = {"json": body} if isinstance(body, dict) else {"data": body}
+                async with session.post(fleet.url + "/v1/completions", **sent) as answer:
+                    assert answer.status == 413
+                    assert "too large" in (await answer.json())["error"]["message"]
+        assert not any(replica.seen for replica in fleet.replicas.values())
+        assert [row["status"] for row in await fleet.rows(2)] == ["413", "413"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"not json", b"[1]", b"{}", b'{"model": 7}', b'{"model": ""}', b'{"prompt": [1]}', b'{"model": "base", ']
+)
+async def test_a_body_that_cannot_be_routed_is_refused(fleet: Fleet, body: bytes) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        answer = await fleet.post("/v1/completions", body)
+        assert answer.status == 400
+        assert set(answer.json["error"]) == {"message", "type", "code", "param"}
+        assert answer.json["error"]["type"] == "invalid_request_error"
+        (row,) = await fleet.rows(1)
+        assert (row["outcome"], row["status"]) == ("refused", "400")
+
+
+@pytest.mark.parametrize("prompt", [[1, -2], [2**40], ["a", 3], [[1, "x"]], {"a": 1}, 7, None, [], [[]], "", "\ud800"])
+async def test_a_prompt_we_cannot_read_is_for_the_replica_to_judge(fleet: Fleet, prompt: object) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        import json
+
+        answer = await fleet.post("/v1/completions", json.dumps({"model": V1, "prompt": prompt}).encode())
+        assert answer.status in (200, 400)
+        assert (answer.status == 400) == (prompt == "\ud800")
+
+
+async def test_a_replicas_refusal_is_passed_on(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.fail = [400]
+    async with fleet.router():
+        answer = await fleet.complete(V1)
+        assert answer.status == 400
+        assert answer.json == {"error": {"message": "EngineCore encountered an issue"}}
+        (row,) = await fleet.rows(1)
+        assert (row["outcome"], row["status"]) == ("refused", "400")
+
+
+async def test_models_lists_the_base_first_then_what_is_served(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "retained", V2: "current", V3: "staging"}, fleet.urls)
+    async with fleet.router():
+        cards = (await fleet.get("/v1/models")).json["data"]
+        assert [card["id"] for card in cards] == ["base", V1, V2, "run-a"]
+        assert cards[0]["max_model_len"] == MAX_MODEL_LEN
+        assert cards[3]["root"] == V2
+
+
+async def test_tokenize_goes_to_a_replica_and_leaves_no_row(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        assert (await fleet.post("/tokenize", {"model": "run-a", "prompt": "hello"})).json["model"] == V1
+        assert (await fleet.post("/tokenize", {"prompt": "hello"})).status == 200
+        await fleet.complete(V1)
+        (row,) = await fleet.rows(1)
+        assert row["path"] == "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/v1/unload_lora_adapter"),
+        ("POST", "/pause"),
+        ("POST", "/resume"),
+        ("GET", "/adapters"),
+        ("DELETE", "/adapters/some-name"),
+    ],
+)
+async def test_calls_that_change_engines_name_the_relay(fleet: Fleet, method: str, path: str) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router() as url, fleet.session.request(method, url + path, json={}) as answer:
+        assert answer.status == 501
+        assert "adaptersync relay" in (await answer.json())["error"]["message"]
+    assert not any(replica.seen for replica in fleet.replicas.values())
+
+
+async def test_other_paths_do_not_exist(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        assert (await fleet.get("/v1/completions")).status == 404
+        assert (await fleet.get("/nothing")).json["error"]["type"] == "not_found_error"
+
+
+async def test_one_request_too_many_is_told_to_come_back(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.gate.clear()
+    async with fleet.router(max_inflight=1):
+        first = asyncio.create_task(fleet.complete(V1))
+        await wait_until(lambda: sum(replica.in_flight for replica in fleet.replicas.values()) == 1)
+        answer = await fleet.complete(V1)
+        assert answer.status == 503
+        assert int(answer.headers["Retry-After"]) >= 1
+        for replica in fleet.replicas.values():
+            replica.gate.set()
+        assert (await first).status == 200
+        assert (await fleet.complete(V1)).status == 200
+
+
+async def test_health_and_metrics_tell_the_state(fleet: Fleet) -> None:
+    async with fleet.router():
+        health = await fleet.get("/health")
+        assert (health.status, health.json["status"]) == (503, "degraded")
+        assert "no table" in health.json["reason"]
+        await fleet.table({V1: "current"})
+        health = await fleet.get("/health")
+        assert health.status == 200
+        assert health.json["runs"] == {"run-a": V1}
+        assert {name: each["state"] for name, each in health.json["replicas"].items()} == {
+            "replica-0": "ready",
+            "replica-1": "ready",
+        }
+        assert health.json["redis"] == {"control": "reachable", "cache": "reachable"}
+        await fleet.complete(V1)
+        text = (await fleet.get("/metrics")).body.decode()
+        assert 'adaptersync_router_requests_total{outcome="ok",status="200"} 1.0' in text
+        assert "adaptersync_router_table_generation 1.0" in text
+        await fleet.table({V1: "current"}, min_ready=3)
+        health = await fleet.get("/health")
+        assert health.status == 503
+        assert "2 of at least 3" in health.json["reason"]
+        # a replica that left leaves no series behind
+        await fleet.table({V1: "current"}, urls={"replica-9": fleet.replicas["replica-0"].url})
+        assert "replica-0" not in (await fleet.get("/metrics")).body.decode()
+
+
+async def _idle(fleet: Fleet) -> bool:
+    return not await fleet.counts()
+
+
+async def _chunks(size: int):  # type: ignore[no-untyped-def]
+    for _ in range(0, size, 100):
+        yield b"x" * 100

@@ -1,0 +1,181 @@
+"""Where requests go: groups stay together, templates pin nobody, several routers decide as one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+
+from support.router_fleet import V1, V2, Fleet
+from support.wait import wait_until
+
+GROUP = 8
+
+
+def _prompt(number: int, *, template: int = 0, length: int = 64) -> list[int]:
+    return [7] * template + [1000 + number * 100 + place for place in range(length)]
+
+
+async def test_a_burst_of_one_group_lands_on_one_replica(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.gate.clear()
+    async with fleet.router():
+        burst = [asyncio.create_task(fleet.complete(V1, _prompt(1))) for _ in range(GROUP)]
+        await wait_until(lambda: sum(replica.in_flight for replica in fleet.replicas.values()) == GROUP)
+        assert sorted(replica.in_flight for replica in fleet.replicas.values()) == [0, GROUP]
+        assert sum((await _totals(fleet)).values()) == GROUP
+        for replica in fleet.replicas.values():
+            replica.gate.set()
+        assert {answer.status for answer in await asyncio.gather(*burst)} == {200}
+        routings = Counter(row["routing"] for row in await fleet.rows(GROUP))
+        assert routings == {"cold": 1, "affinity": GROUP - 1}
+        await wait_until(lambda: _idle(fleet))
+
+
+async def test_an_owner_that_is_too_busy_is_passed_over(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.gate.clear()
+    async with fleet.router(spill=2):
+        burst = [asyncio.create_task(fleet.complete(V1, _prompt(1))) for _ in range(9)]
+        await wait_until(lambda: sum(replica.in_flight for replica in fleet.replicas.values()) == 9)
+        # three more than nobody, then both own it and stay level
+        assert sorted(replica.in_flight for replica in fleet.replicas.values()) == [4, 5]
+        for replica in fleet.replicas.values():
+            replica.gate.set()
+        await asyncio.gather(*burst)
+        assert Counter(row["routing"] for row in await fleet.rows(9))["spill"] == 1
+
+
+async def test_a_shared_template_pins_nobody(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.gate.clear()
+    async with fleet.router(spill=100):
+        prompts = [_prompt(number, template=400) for number in range(16)]
+        burst = [asyncio.create_task(fleet.complete(V1, prompt)) for prompt in prompts for _ in range(2)]
+        await wait_until(lambda: sum(replica.in_flight for replica in fleet.replicas.values()) == 32)
+        shares = sorted(replica.in_flight for replica in fleet.replicas.values())
+        assert shares[0] >= 10, shares
+        for replica in fleet.replicas.values():
+            replica.gate.set()
+        await asyncio.gather(*burst)
+        # and each pair stays together all the same
+        by_prompt: dict[bytes, set[str]] = {}
+        for replica in fleet.replicas.values():
+            for seen in replica.seen:
+                by_prompt.setdefault(seen.body, set()).add(replica.name)
+        assert len(by_prompt) == 16
+        assert all(len(names) == 1 for names in by_prompt.values())
+
+
+async def test_versions_share_nothing(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "retained", V2: "current"}, fleet.urls)
+    async with fleet.router():
+        for version in (V1, V2):
+            await fleet.complete(version, _prompt(1))
+        assert [row["routing"] for row in await fleet.rows(2)] == ["cold", "cold"]
+        names = [await fleet.cache.command("HKEYS", fleet.keys.owned(version)) for version in (V1, V2)]
+        assert len(names[0]) == len(names[1]) == 4
+        assert not set(names[0]) & set(names[1])
+
+
+async def test_text_and_chat_find_their_owner_too(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    text = "Compute the sum of the numbers below and answer with the result only. " * 10
+    chat = [{"role": "system", "content": text}, {"role": "user", "content": "12 + 30"}]
+    other = [{"content": text, "role": "system"}, {"content": "12 + 30", "role": "user"}]  # the same, written otherwise
+    async with fleet.router():
+        bodies: list[tuple[str, dict[str, object]]] = [
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/completions", {"prompt": [text, "another"]}),
+            ("/v1/chat/completions", {"messages": chat}),
+            ("/v1/chat/completions", {"messages": other}),
+            ("/v1/completions", {"prompt": [_prompt(5), [1]]}),
+            ("/v1/completions", {"prompt": _prompt(5)}),
+        ]
+        for path, body in bodies:
+            assert (await fleet.post(path, {"model": V1} | body)).status == 200
+        rows = await fleet.rows(6)
+        assert [row["routing"] for row in rows] == ["cold", "affinity"] * 3
+        assert rows[1]["replica"] == rows[0]["replica"]
+
+
+async def test_two_routers_decide_as_one(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.gate.clear()
+    async with fleet.router(name="left") as left, fleet.router(name="right") as right:
+        burst = [
+            asyncio.create_task(fleet.complete(V1, _prompt(1), url=(left, right)[place % 2])) for place in range(GROUP)
+        ]
+        await wait_until(lambda: sum(replica.in_flight for replica in fleet.replicas.values()) == GROUP)
+        assert sorted(replica.in_flight for replica in fleet.replicas.values()) == [0, GROUP]
+        # a prompt that nobody knows goes where both of them together have less to do
+        answer = asyncio.create_task(fleet.complete(V1, _prompt(2), url=left))
+        await wait_until(lambda: sorted(replica.in_flight for replica in fleet.replicas.values()) == [1, GROUP])
+        for replica in fleet.replicas.values():
+            replica.gate.set()
+        await asyncio.gather(*burst, answer)
+        await wait_until(lambda: _idle(fleet))
+
+
+async def test_a_router_that_stops_leaves_nothing_behind(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.gate.clear()
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(fleet.router())
+        burst = [asyncio.create_task(fleet.complete(V1, _prompt(place))) for place in range(6)]
+        await wait_until(lambda: _counted(fleet, 6))
+        await wait_until(lambda: _known(fleet))
+        stopping = asyncio.create_task(stack.aclose())
+        await asyncio.sleep(0)
+        for replica in fleet.replicas.values():
+            replica.gate.set()
+        # what was in flight when the stop came is answered, and its rows are written
+        assert {answer.status for answer in await asyncio.gather(*burst)} == {200}
+        await stopping
+    assert len(await fleet.rows(6)) == 6
+    assert await fleet.cache.command("EXISTS", fleet.keys.inflight) == 0
+    assert await fleet.control.command("ZCARD", fleet.keys.routers) == 0
+
+
+async def test_the_coordinator_hears_the_generation_and_what_is_in_flight(fleet: Fleet) -> None:
+    from adaptersync_core.registry import Registry
+
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    registry = Registry(fleet.control, fleet.keys)
+    for replica in fleet.replicas.values():
+        replica.gate.clear()
+    async with fleet.router():
+        waiting = asyncio.create_task(fleet.complete("run-a"))
+        await wait_until(lambda: sum(replica.in_flight for replica in fleet.replicas.values()) == 1)
+        generation = await fleet.table({V1: "retiring", V2: "current"})
+
+        async def reported(inflight: dict[str, int]) -> bool:
+            (report,) = (await registry.fleet()).routers.values()
+            return report.generation == generation and report.inflight == inflight
+
+        await wait_until(lambda: reported({V1: 1}))
+        for replica in fleet.replicas.values():
+            replica.gate.set()
+        assert (await waiting).headers["x-adaptersync-version"] == V1  # it keeps the version it was admitted with
+        await wait_until(lambda: reported({}))
+
+
+async def _known(fleet: Fleet) -> bool:
+    return await fleet.control.command("ZCARD", fleet.keys.routers) == 1  # type: ignore[no-any-return]
+
+
+async def _totals(fleet: Fleet) -> dict[str, int]:
+    return {name: count for name, count in (await fleet.counts()).items() if "|" not in name}
+
+
+async def _counted(fleet: Fleet, count: int) -> bool:
+    return sum((await _totals(fleet)).values()) == count
+
+
+async def _idle(fleet: Fleet) -> bool:
+    return not await fleet.counts()

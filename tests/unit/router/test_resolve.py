@@ -1,0 +1,120 @@
+"""Every name against every state."""
+
+from __future__ import annotations
+
+import pytest
+
+from adaptersync.router.resolve import Ask, Fate, Hold, Target, Wanted, parse, resolve
+from adaptersync_core.errors import Unroutable
+from adaptersync_core.table import LiveState, Table
+from support.tables import make_table, version_name
+
+V1, V2, V3, V4, V5 = (version_name(seq) for seq in range(1, 6))
+TABLE = make_table(
+    {V1: "retiring", V2: "retained", V3: "current", V4: "ready", V5: "staging"}, {}, runs={"empty": None}
+)
+
+
+def outcome(name: str, *, table: Table = TABLE, fate: Fate | None = None) -> str | int | Wanted:
+    """The target's model, "hold", what is to be asked, or the status of the refusal."""
+    try:
+        answer = resolve(table, name, base_model="base", fate=fate)
+    except Unroutable as error:
+        return error.status
+    if isinstance(answer, Target):
+        return answer.model
+    return answer.wanted if isinstance(answer, Ask) else "hold"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("base", "base"),
+        ("base@current", Wanted(run="base")),
+        (V1, 410),
+        (V2, V2),
+        (V3, V3),
+        (V4, "hold"),
+        (V5, "hold"),
+        ("run-a", V3),
+        ("run-a@current", V3),
+        ("run-a@v1", 410),
+        ("run-a@v2", V2),
+        ("run-a@v3", V3),
+        ("run-a@v5", "hold"),
+        ("empty", "hold"),
+        ("run-a@v9", Wanted(run="run-a", seq=9)),
+        (version_name(9), Wanted(run="run-a", adapter_id=version_name(9))),
+        ("other", Wanted(run="other")),
+        ("other@v1", Wanted(run="other", seq=1)),
+        ("run-a@v0", 404),
+        ("run-a@v01", 404),
+        ("run-a@latest", 404),
+        ("run-a@", 404),
+        ("Run-A", 404),
+        ("a/b", 404),
+        ("", 404),
+        ("run-a\n", 404),
+        (V3 + "\n", 404),
+        ("x" * 49, 404),
+    ],
+)
+def test_names_by_the_table(name: str, expected: object) -> None:
+    assert outcome(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ("", 404),
+        ("published", "hold"),
+        ("expected", "hold"),
+        ("staging", "hold"),
+        ("ready", "hold"),
+        ("current", "hold"),  # the table will say so in a moment
+        ("superseded", 409),
+        ("rolled_back", 409),
+        ("retiring", 410),
+        ("retired", 410),
+        ("voided", 410),
+    ],
+)
+@pytest.mark.parametrize("name", [version_name(9), "run-a@v9"])
+def test_names_by_the_records(name: str, state: str, expected: object) -> None:
+    assert outcome(name, fate=Fate(state=state, adapter_id=version_name(9))) == expected
+
+
+def test_the_table_wins_over_what_was_read_before() -> None:
+    assert outcome(V3, fate=Fate(state="published")) == V3
+    assert outcome(V3, fate=Fate()) == V3
+
+
+@pytest.mark.parametrize("state", ["staging", "ready", "retiring"])
+def test_a_run_whose_pointer_is_not_served_is_held_or_refused(state: LiveState) -> None:
+    table = make_table({V1: state}, {}, runs={"run-a": V1})
+    assert outcome("run-a", table=table) == (410 if state == "retiring" else "hold")
+
+
+def test_a_refusal_says_why_and_what_to_do() -> None:
+    with pytest.raises(Unroutable) as caught:
+        resolve(
+            TABLE, "run-a@v9", base_model="base", fate=Fate(state="voided", adapter_id=version_name(9), reason="nan")
+        )
+    assert "voided: nan" in str(caught.value)
+    assert version_name(9) in str(caught.value)
+    assert caught.value.next_step
+
+
+def test_the_base_is_no_substitute() -> None:
+    assert outcome("base-model") != "base"
+    assert outcome("run-a", table=make_table({}, {}), fate=Fate()) == 404
+
+
+def test_a_name_that_could_be_two_things_is_the_version() -> None:
+    assert parse(V1) == Wanted(run="run-a", adapter_id=V1)
+
+
+def test_holding_says_what_it_waits_for() -> None:
+    held = resolve(TABLE, V5, base_model="base")
+    assert isinstance(held, Hold)
+    assert "staging" in held.reason

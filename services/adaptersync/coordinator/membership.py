@@ -26,6 +26,12 @@ def answer(fleet: Fleet, replica: str, version: str, engine_epoch: str) -> Ack |
     return ack if ack is not None and ack.engine_epoch == engine_epoch else None
 
 
+def alive(fleet: Fleet, config: Config, replica: str) -> bool:
+    """Whether a replica's last heartbeat is young enough for its word to count."""
+    seen = fleet.replicas.get(replica)
+    return seen is not None and seen.age_s <= config.coordinator.alive_s
+
+
 def served(table: Table) -> list[str]:
     """All routable versions, of all runs."""
     return sorted(name for name in table.versions if table.routable(name))
@@ -35,11 +41,11 @@ def members(fleet: Fleet, config: Config) -> Draft | None:
     """Take in what replicas report: who is new, restarted, silent, back, ready or gone."""
     draft = Draft(fleet)
     for name, seen in fleet.replicas.items():
-        if seen.age_s <= config.coordinator.alive_s:
+        if alive(fleet, config, name):
             _alive(draft, fleet, config, name, seen.report)
     for name, member in fleet.table.members.items():
-        gone = fleet.replicas.get(name)
-        if gone is None or gone.age_s > config.coordinator.alive_s:
+        if not alive(fleet, config, name):
+            gone = fleet.replicas.get(name)
             _silent(draft, config, name, member, None if gone is None else gone.age_s)
     return draft if draft.events or draft.members != fleet.table.members else None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from adaptersync.coordinator.draft import Draft
-from adaptersync.coordinator.membership import answer, can_spare, slots_of
+from adaptersync.coordinator.membership import alive, answer, can_spare, slots_of
 from adaptersync_core.config import Config
 from adaptersync_core.events import VersionPromoted, VersionRolledBack, VersionStaging, VersionSuperseded
 from adaptersync_core.manifest import Manifest
@@ -97,7 +97,11 @@ def conclude(fleet: Fleet, config: Config) -> Draft | None:
         candidate = table.candidate(run)
         if candidate is None:
             continue
-        answers = {name: answer(fleet, name, candidate, table.members[name].engine_epoch) for name in ready}
+        heard = {name for name in ready if alive(fleet, config, name)}  # the word of one that fell silent is not taken
+        answers = {
+            name: answer(fleet, name, candidate, table.members[name].engine_epoch) if name in heard else None
+            for name in ready
+        }
         refused = {name: ack.reason for name, ack in answers.items() if ack is not None and not ack.accepted}
         silent = [name for name, ack in answers.items() if ack is None]
         if not refused and not silent:

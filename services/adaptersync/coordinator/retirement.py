@@ -9,6 +9,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from adaptersync.coordinator.draft import Draft
+from adaptersync.coordinator.membership import accepted, alive
 from adaptersync_core.config import Config
 from adaptersync_core.events import RequestRefused, VersionRetired, VersionRolledBack, VersionVoided
 from adaptersync_core.registry import Fleet, Request
@@ -30,11 +31,18 @@ def drain(fleet: Fleet, config: Config) -> Draft | None:
 
 
 def forget(fleet: Fleet, config: Config) -> Draft | None:
-    """Drop what every live replica has unloaded. One that is silent holds nothing up: it reconciles when it is back."""
+    """Drop what every live replica has unloaded. One that is silent holds nothing up: it reconciles when it is back.
+
+    A report may be older than a load; the ack of that load is not, and agents take it back once they have unloaded.
+    """
     draft = Draft(fleet)
-    alive = [seen.report for seen in fleet.replicas.values() if seen.age_s <= config.coordinator.alive_s]
+    live = {name: seen.report for name, seen in fleet.replicas.items() if alive(fleet, config, name)}
     for name, version in fleet.table.versions.items():
-        if version.drained and not any(name in report.loaded for report in alive):
+        held = any(
+            name in report.loaded or accepted(fleet, replica, name, report.engine_epoch)
+            for replica, report in live.items()
+        )
+        if version.drained and not held:
             draft.forget(name)
             draft.events.append(VersionRetired(version=name, generation=draft.generation))
     return draft if draft.events else None

@@ -158,6 +158,19 @@ async def test_a_busy_fleet_is_asked_again_when_it_says(trl: ModuleType) -> None
         assert loop._counters == {"rollout/vllm_retry_total": 2}
 
 
+async def test_what_is_no_whole_completion_is_asked_for_again(trl: ModuleType) -> None:
+    aborted = {"model": adapter_id(RUN, 7, "a" * 64), "choices": [{"token_ids": [15], "finish_reason": "abort"}]}
+    fleet = Fleet(
+        lambda _: web.Response(text="<html>a proxy's greeting</html>"),
+        lambda _: web.json_response({"model": "sums@v7", "choices": []}),
+        lambda _: web.json_response(aborted),
+        served(),
+    )
+    async with loop_on(trl, fleet, promoted=7) as loop:
+        assert (await one_turn(trl, loop))[0] == [15, 2]
+        assert loop._counters == {"rollout/vllm_retry_total": 3}
+
+
 async def test_a_request_the_router_refuses_fails_at_once_with_its_reason(trl: ModuleType) -> None:
     fleet = Fleet(refused(422))
     async with loop_on(trl, fleet, promoted=7) as loop:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import ssl
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -62,6 +62,15 @@ class Pipe:
             self._reconnect()
             raise self._away("not connected")
         return await line.send(arguments)
+
+    async def calls(self, commands: Iterable[Sequence[Argument]]) -> list[Any]:
+        """Many calls in one go; each reply, or the ControlError that took its place."""
+        line = self._line
+        if line is None or line.broken:
+            self._reconnect()
+            raise self._away("not connected")
+        futures = [line.send(tuple(command)) for command in commands]
+        return await asyncio.gather(*futures, return_exceptions=True)
 
     async def script(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
         try:

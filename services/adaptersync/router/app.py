@@ -31,6 +31,7 @@ from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 
 CACHE_TIMEOUT_S = 0.25  # for a decision; past it the router decides alone
+ROWS_TIMEOUT_S = 5.0  # for a batch of ledger rows, which the control server writes to disk
 IDLE_S = 4.0  # keep-alive towards replicas: shorter than the 5 s after which vLLM's server closes
 DRAIN_S = 60.0  # how long a stop waits for requests in flight
 FLUSH_S = 5.0  # how long it then waits for the ledger
@@ -72,7 +73,8 @@ async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[
     keys = Keys(config.group.name)
     control = RedisClient(config.redis.control_url, name=name)
     registry = Registry(control, keys)
-    pipe = Pipe(config.redis.cache_url or config.redis.control_url, name=name, timeout_s=CACHE_TIMEOUT_S)
+    cache = Pipe(config.redis.cache_url or config.redis.control_url, name=name, timeout_s=CACHE_TIMEOUT_S)
+    rows = Pipe(config.redis.control_url, name=name, timeout_s=ROWS_TIMEOUT_S)
     session = ClientSession(
         connector=TCPConnector(limit=0, keepalive_timeout=IDLE_S),
         timeout=ClientTimeout(total=settings.request_timeout_s, sock_connect=settings.connect_timeout_s),
@@ -88,9 +90,11 @@ async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[
         hold_s=settings.hold_s,
         held_requests=settings.held_requests,
     )
-    ownership = Ownership(pipe, keys, router=name, spill=settings.spill, blocks_per_version=settings.blocks_per_version)
+    ownership = Ownership(
+        cache, keys, router=name, spill=settings.spill, blocks_per_version=settings.blocks_per_version
+    )
     outages, metrics = Outages(), Metrics()
-    ledger = Ledger(control, keys.rollouts, queue=settings.ledger_queue)
+    ledger = Ledger(rows, keys.rollouts, queue=settings.ledger_queue)
     proxy = Proxy(
         name=name,
         settings=settings,
@@ -127,8 +131,9 @@ async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[
 
     bell = Bell()
     await view.read()
-    with contextlib.suppress(ControlUnavailable):
-        await pipe.connect()
+    for pipe in (cache, rows):
+        with contextlib.suppress(ControlUnavailable):
+            await pipe.connect()
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=drain_s)
     await runner.setup()
     try:
@@ -163,7 +168,8 @@ async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[
         with contextlib.suppress(ControlError):
             await registry.forget_router(name)
         await session.close()
-        await pipe.close()
+        await cache.close()
+        await rows.close()
         await control.close()
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from adaptersync_core.bus import Bell
 from adaptersync_core.errors import ControlError
-from adaptersync_core.redis import RedisClient
+from adaptersync_core.pipe import Argument, Pipe
 
 BATCH = 256  # rows in one round trip
 GATHER_S = 0.05  # rows that end within this are written together
@@ -61,8 +60,8 @@ class Row(Struct, frozen=True, kw_only=True):
 class Ledger:
     """The queue and its writer. `lost` counts rows that found the queue full or were not written before the stop."""
 
-    def __init__(self, client: RedisClient, stream: str, *, queue: int) -> None:
-        self._client = client
+    def __init__(self, pipe: Pipe, stream: str, *, queue: int) -> None:
+        self._pipe = pipe
         self._stream = stream
         self._limit = queue
         self._rows: deque[Row] = deque()
@@ -110,19 +109,20 @@ class Ledger:
 
     async def _write_batch(self) -> None:
         batch = [self._rows[place] for place in range(min(BATCH, len(self._rows)))]
-        await self._client.pipeline([("XADD", self._stream, "*", *_fields(row)) for row in batch])
+        replies = await self._pipe.calls(("XADD", self._stream, "*", *_fields(row)) for row in batch)
         for _ in batch:
             self._rows.popleft()
-        self.written += len(batch)
+        failed = [(row, reply) for row, reply in zip(batch, replies, strict=True) if isinstance(reply, ControlError)]
+        self._rows.extendleft(row for row, _ in reversed(failed))
+        self.written += len(batch) - len(failed)
+        if failed:
+            raise failed[0][1]
 
 
-def _fields(row: Row) -> list[str]:
-    fields: list[str] = []
+def _fields(row: Row) -> list[Argument]:
+    """Field, value, field, value, ...; microseconds are precise enough."""
+    fields: list[Argument] = []
     for name, value in msgspec.structs.asdict(row).items():
         if value is not None and value != "":
-            fields += name, _text(value)
+            fields += name, f"{value:.6f}" if type(value) is float else value
     return fields
-
-
-def _text(value: Any) -> str:
-    return f"{value:.6f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

@@ -43,6 +43,8 @@ class Admission:
         try:
             return await self._fates.read(name, ask.wanted, generation)
         except ControlError as error:
+            if ask.otherwise is not None:
+                return ask.otherwise
             raise Unroutable(
                 f"model is not in the table, and its record cannot be read: {error.reason}",
                 status=503,

@@ -97,7 +97,7 @@ class _Call:
 
     def headers(self) -> dict[str, str]:
         headers = {"x-adaptersync-request-id": self.request_id}
-        if self.target is not None:
+        if self.target is not None and self.target.model:
             headers["x-adaptersync-version"] = self.target.model
         if self.choice is not None:
             headers["x-adaptersync-replica"] = self.choice.replica
@@ -146,17 +146,17 @@ class Proxy:
 
     async def rollout(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions and /v1/chat/completions."""
-        return await self._handle(request, model_needed=True)
+        return await self._handle(request, generates=True)
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize: any replica can; leaves no ledger row, since nothing is generated."""
-        return await self._handle(request, model_needed=False)
+        return await self._handle(request, generates=False)
 
-    async def _handle(self, request: web.Request, *, model_needed: bool) -> web.StreamResponse:
+    async def _handle(self, request: web.Request, *, generates: bool) -> web.StreamResponse:
         self._count += 1
         call = _Call(f"{self._prefix}-{self._count:x}")
         try:
-            return await self._serve(request, call, model_needed=model_needed)
+            return await self._serve(request, call, generates=generates)
         except Unroutable as error:
             if call.outcome == "ok":
                 call.outcome = "refused"
@@ -169,15 +169,15 @@ class Proxy:
             call.outcome, call.status, call.reason = "router_error", 500, repr(error)[:200]
             raise
         finally:
-            self._close(request, call, row=model_needed)
+            self._close(request, call, row=generates)
 
-    async def _serve(self, request: web.Request, call: _Call, *, model_needed: bool) -> web.StreamResponse:
+    async def _serve(self, request: web.Request, call: _Call, *, generates: bool) -> web.StreamResponse:
         body, asked = await self._read(request)
         if asked.model:
             call.asked = asked.model[:128]
             target = await self._admission.admit(asked.model)
             call.hold_s = time.monotonic() - call.started
-        elif model_needed:
+        elif generates:
             raise Unroutable("request names no model", status=400, next_step="see GET /v1/models")
         else:
             target = Target(model="")
@@ -193,7 +193,9 @@ class Proxy:
             try:
                 if asked.model and asked.model != target.model:
                     body = _rename(body, target.model)
-                return await self._dispatch(request, call, target, body, self._hashes(target, asked))
+                # what is not generated leaves nothing in a replica's cache
+                hashes = self._hashes(target, asked) if generates else ()
+                return await self._dispatch(request, call, target, body, hashes)
             finally:
                 self._at_replicas -= 1
         finally:

@@ -45,18 +45,19 @@ class Hold(Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class Ask(Struct, frozen=True, kw_only=True):
-    """The table does not know it: the records must be read once."""
-
-    wanted: Wanted
-
-
 class Fate(Struct, frozen=True, kw_only=True):
     """What the records say of a name. `state` is empty when they do not know it either."""
 
     state: str = ""
     adapter_id: str = ""
     reason: str = ""
+
+
+class Ask(Struct, frozen=True, kw_only=True):
+    """The table does not say enough: the records must be read once. `otherwise` is the answer if they cannot be."""
+
+    wanted: Wanted
+    otherwise: Fate | None = None
 
 
 def parse(name: str) -> Wanted:
@@ -87,7 +88,11 @@ def resolve(table: Table, name: str, *, base_model: str, fate: Fate | None = Non
         if version.state in ROUTABLE:
             return Target(model=adapter_id, run=version.run, digest=version.digest)
         if version.state == "retiring":
-            raise _refusal(name, Fate(state="retiring", adapter_id=adapter_id))
+            # given up, and still in the engines; why, only its record says
+            known = Fate(state="retiring" if version.fate == "retired" else version.fate, adapter_id=adapter_id)
+            if fate is None:
+                return Ask(wanted=Wanted(run=version.run, adapter_id=adapter_id), otherwise=known)
+            raise _refusal(name, fate if fate.state in FINAL else known)
         return Hold(reason=f"version is {version.state}, not yet current")
     if not wanted.adapter_id and not wanted.seq and wanted.run in table.runs:
         return Hold(reason="run has no current version yet")

@@ -7,7 +7,7 @@ import asyncio
 import aiohttp
 import pytest
 
-from support.router_fleet import V1, V2, Fleet, Servers
+from support.router_fleet import V1, V2, V3, Fleet, Servers
 from support.wait import wait_until
 
 LONG = list(range(64))  # four blocks
@@ -139,12 +139,13 @@ async def test_without_ready_replicas_it_says_so(fleet: Fleet) -> None:
 
 async def test_without_the_control_server_it_serves_until_it_cannot_vouch(own_fleet: Fleet, servers: Servers) -> None:
     fleet = own_fleet
-    await fleet.tables.write({V1: "current"}, fleet.urls)
+    await fleet.tables.write({V1: "current", V3: "retiring"}, fleet.urls)
     async with fleet.router(table_max_age_s=3.0):
         assert (await fleet.complete(V1)).status == 200
         await asyncio.to_thread(servers.control.kill)
         for _ in range(10):
             assert (await fleet.complete("run-a", LONG)).status == 200
+        assert (await fleet.complete(V3)).status == 410  # the table itself says that it is given up
         answer = await fleet.complete(V2)  # not in the table, and nobody to ask
         assert answer.status == 503
         assert "Retry-After" in answer.headers

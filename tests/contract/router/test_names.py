@@ -99,6 +99,9 @@ async def test_a_retiring_version_of_the_table_is_refused(fleet: Fleet) -> None:
     await fleet.tables.write({V1: "retiring", V2: "current"}, fleet.urls)
     async with fleet.router():
         assert (await fleet.complete(V1)).status == 410
+        await fleet.tables.record(V1, "retiring", "left the window")
+        await fleet.table({V1: "retiring", V2: "current"})
+        assert "left the window" in (await fleet.complete(V1)).message
 
 
 @pytest.mark.parametrize("name", [V3, "run-a@v3", "nobody", "nobody@current", "No Such Form", "base-2"])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from adaptersync.router.resolve import Ask, Fate, Hold, Target, Wanted, parse, resolve
 from adaptersync_core.errors import Unroutable
+from adaptersync_core.table import Fate as EndOfVersion
 from adaptersync_core.table import LiveState, Table
 from support.tables import make_table, version_name
 
 V1, V2, V3, V4, V5 = (version_name(seq) for seq in range(1, 6))
+GIVEN_UP = Wanted(run="run-a", adapter_id=V1)  # its record says why
 TABLE = make_table(
     {V1: "retiring", V2: "retained", V3: "current", V4: "ready", V5: "staging"}, {}, runs={"empty": None}
 )
@@ -31,14 +34,14 @@ def outcome(name: str, *, table: Table = TABLE, fate: Fate | None = None) -> str
     [
         ("base", "base"),
         ("base@current", Wanted(run="base")),
-        (V1, 410),
+        (V1, GIVEN_UP),
         (V2, V2),
         (V3, V3),
         (V4, "hold"),
         (V5, "hold"),
         ("run-a", V3),
         ("run-a@current", V3),
-        ("run-a@v1", 410),
+        ("run-a@v1", GIVEN_UP),
         ("run-a@v2", V2),
         ("run-a@v3", V3),
         ("run-a@v5", "hold"),
@@ -92,7 +95,21 @@ def test_the_table_wins_over_what_was_read_before() -> None:
 @pytest.mark.parametrize("state", ["staging", "ready", "retiring"])
 def test_a_run_whose_pointer_is_not_served_is_held_or_refused(state: LiveState) -> None:
     table = make_table({V1: state}, {}, runs={"run-a": V1})
-    assert outcome("run-a", table=table) == (410 if state == "retiring" else "hold")
+    assert outcome("run-a", table=table) == (GIVEN_UP if state == "retiring" else "hold")
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"), [("retired", 410), ("voided", 410), ("rolled_back", 409), ("superseded", 409)]
+)
+def test_what_is_given_up_is_refused_by_its_fate(ending: EndOfVersion, status: int) -> None:
+    given_up = msgspec.structs.replace(TABLE.versions[V1], fate=ending)
+    table = msgspec.structs.replace(TABLE, versions={V1: given_up})
+    asked = resolve(table, V1, base_model="base")
+    assert isinstance(asked, Ask)
+    assert asked.otherwise is not None
+    assert outcome(V1, table=table, fate=asked.otherwise) == status
+    assert outcome(V1, table=table, fate=Fate()) == status  # the record is gone already
+    assert outcome(V1, table=table, fate=Fate(state="current")) == status  # or was read before
 
 
 def test_a_refusal_says_why_and_what_to_do() -> None:

@@ -1,6 +1,7 @@
 """The job queue: its name, its serializer, and how a job is asked for.
 
-Jobs are JSON (rq's default would be pickle), named by what they do, and idempotent: asking twice runs once.
+Jobs are JSON (rq's default would be pickle), named by what they do, and idempotent: asked for again while waiting or
+running, they run once.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 
 from rq import Queue
 from rq.exceptions import DuplicateJobError
+from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
 from adaptersync_core.config import Config
@@ -16,18 +18,30 @@ from adaptersync_core.redis import rq_connection, translated
 
 VERIFY = "adaptersync.jobs.verify.verify_version"
 JOB_TIMEOUT_S = 600
-RESULT_TTL_S = 86400
+RESULT_TTL_S = 3600  # the verdict is in the version's record; this is for who looks at rq
+FAILURE_TTL_S = 86_400
+UNDER_WAY = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.DEFERRED, JobStatus.SCHEDULED)
 
 
 def queue_name(group: str) -> str:
     return f"adaptersync-{group}"
 
 
+def verification_id(group: str, adapter_id: str) -> str:
+    """rq allows letters, digits, _ and -; our names have no capital letters, so no two versions share an id."""
+    return f"verify-{group}-IN-{adapter_id}".replace(".", "D")
+
+
 def enqueue_verification(config: Config, adapter_id: str) -> str:
     """Ask for a deep verification of a stored version; returns the job's id. Blocking: call it in a thread."""
-    connection = rq_connection(config.redis.control_url)
-    job_id = f"verify-{adapter_id.replace('.', '_')}"  # rq allows letters, digits, _ and -
-    with translated(config.redis.control_url), contextlib.closing(connection):
+    job_id = verification_id(config.group.name, adapter_id)
+    with (
+        translated(config.redis.control_url),
+        contextlib.closing(rq_connection(config.redis.control_url)) as connection,
+    ):
+        earlier = Job.fetch_many([job_id], connection=connection, serializer=JSONSerializer)[0]
+        if earlier is not None and earlier.get_status() not in UNDER_WAY:
+            earlier.delete()
         queue = Queue(queue_name(config.group.name), connection=connection, serializer=JSONSerializer)
         with contextlib.suppress(DuplicateJobError):  # asked for already
             queue.enqueue(
@@ -37,6 +51,6 @@ def enqueue_verification(config: Config, adapter_id: str) -> str:
                 unique=True,
                 job_timeout=JOB_TIMEOUT_S,
                 result_ttl=RESULT_TTL_S,
-                failure_ttl=RESULT_TTL_S,
+                failure_ttl=FAILURE_TTL_S,
             )
     return job_id

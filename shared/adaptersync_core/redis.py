@@ -93,15 +93,17 @@ class RedisClient:
 
 
 def rq_connection(url: str) -> redis.Redis:
-    """The client rq wants: synchronous, replies in bytes."""
-    return redis.Redis.from_url(url, socket_connect_timeout=CONNECT_TIMEOUT_S, socket_keepalive=True)
+    """The client rq wants: synchronous, replies in bytes. A worker lengthens the timeout for its own waiting."""
+    return redis.Redis.from_url(
+        url, socket_connect_timeout=CONNECT_TIMEOUT_S, socket_timeout=COMMAND_TIMEOUT_S, socket_keepalive=True
+    )
 
 
 @contextlib.contextmanager
 def translated(url: str) -> Iterator[None]:
     """Turn what the client raises into our errors."""
     where = url.rsplit("@", 1)[-1]  # never a password
-    task = asyncio.current_task()
+    task = _task()
     asked = task.cancelling() if task else 0
     try:
         yield
@@ -127,3 +129,11 @@ def translated(url: str) -> Iterator[None]:
                 f"Redis cannot answer now: {error}", next_step="check the server", redis=where
             ) from error
         raise ControlError(f"Redis refused: {error}", redis=where) from error
+
+
+def _task() -> asyncio.Task[Any] | None:
+    """The task we run in; None outside a loop, where blocking clients are used."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None

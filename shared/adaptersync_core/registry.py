@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from adaptersync_core.errors import Conflict, ControlError, Fenced, NameTaken
-from adaptersync_core.events import AdapterPublished, Event, ReplicaAcked, to_fields
+from adaptersync_core.events import AdapterPublished, Event, ReplicaAcked, VersionVerified, to_fields
 from adaptersync_core.keys import REPLICA_TTL_S, ROUTER_TTL_S, VERSION_TTL_S, Keys
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.redis import RedisClient
@@ -141,7 +141,7 @@ class Registry:
     def __init__(self, client: RedisClient, keys: Keys) -> None:
         self.client = client
         self.keys = keys
-        names = ("begin_run", "reserve", "publish", "report", "ack", "lead", "decide", "request")
+        names = ("begin_run", "reserve", "publish", "report", "ack", "lead", "decide", "request", "verified")
         self._scripts = {name: Script(name) for name in names}
 
     # trainer
@@ -364,7 +364,31 @@ class Registry:
     async def published(self, run: str) -> list[tuple[str, int]]:
         """(adapter id, sequence number) of all announced versions of a run, oldest first."""
         reply = await self.client.command("ZRANGE", self.keys.published(run), 0, -1, "WITHSCORES")
-        return [(name, int(score)) for name, score in reply]
+        pairs = iter(reply)  # name, score, name, score, ...
+        return [(name, int(score)) for name, score in zip(pairs, pairs, strict=True)]
+
+    async def records(self, adapter_ids: Sequence[str]) -> list[tuple[Manifest | None, dict[str, str]]]:
+        """Manifest and all fields of the record of each version, as far as they are still kept."""
+        reads = [(("GET", self.keys.manifest(name)), ("HGETALL", self.keys.version(name))) for name in adapter_ids]
+        replies = iter(await self.client.pipeline([command for pair in reads for command in pair]))
+        return [
+            (None if text is None else msgspec.json.decode(text, type=Manifest), fields)
+            for text, fields in zip(replies, replies, strict=True)
+        ]
+
+    async def verified(self, adapter_id: str, *, ok: bool, reason: str) -> bool:
+        """Note that the stored bytes were read again; False when the same was noted before."""
+        keys = (self.keys.version(adapter_id), self.keys.events)
+        event = VersionVerified(version=adapter_id, ok=ok, reason=reason)
+        verdict = "true" if ok else "false"
+        return bool(await self._run("verified", keys, verdict, reason, VERSION_TTL_S, *to_fields(event)))
+
+    async def leader(self) -> tuple[str, float]:
+        """Who led last, and how many seconds of the lease are left; negative when it ran out, no name if nobody did."""
+        time, (leader, until_ms) = await self.client.pipeline(
+            [("TIME",), ("HMGET", self.keys.control, "leader", "lease_until_ms")]
+        )
+        return leader or "", int(until_ms or 0) / 1000 - time[0] - time[1] / 1e6
 
     async def runs(self) -> list[str]:
         return sorted(await self.client.command("SMEMBERS", self.keys.runs))

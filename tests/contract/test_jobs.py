@@ -1,0 +1,189 @@
+"""Deep verification on real servers: as a function, as an rq job, and as the command waits for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rq.job import Job
+from rq.serializers import JSONSerializer
+
+from adaptersync.jobs.verify import verify
+from adaptersync.trainer import AdapterPublisher
+from adaptersync_core.config import Config, load_config
+from adaptersync_core.errors import ControlError
+from adaptersync_core.events import VersionVerified, from_fields
+from adaptersync_core.keys import Keys
+from adaptersync_core.queue import enqueue_verification, queue_name, verification_id
+from adaptersync_core.redis import RedisClient, rq_connection
+from adaptersync_core.registry import Registry
+from support.adapters import make_adapter
+from support.wait import wait_until_sync
+
+
+@pytest.fixture
+def config(redis_url: str, tmp_path: Path) -> Config:
+    return load_config(
+        environment={"ADAPTERSYNC_REDIS__CONTROL_URL": redis_url, "ADAPTERSYNC_STORE__PATH": str(tmp_path / "store")}
+    )
+
+
+@pytest.fixture
+def version(config: Config, tmp_path: Path) -> str:
+    with AdapterPublisher(config, run="a.run") as publisher:
+        return publisher.publish(make_adapter(tmp_path / "adapter")).adapter_id
+
+
+def weights(config: Config, version: str) -> Path:
+    return Path(config.store.path) / "a.run" / version / "adapter_model.safetensors"
+
+
+def corrupt(path: Path) -> None:
+    """Change one byte in the middle of the tensors; the size stays."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+async def verdicts(config: Config) -> list[VersionVerified]:
+    client = RedisClient(config.redis.control_url, name="test")
+    try:
+        entries = await client.read_stream(Keys(config.group.name).events, "0", count=1000)
+    finally:
+        await client.close()
+    return [event for _, fields in entries if isinstance(event := from_fields(fields), VersionVerified)]
+
+
+async def test_a_stored_version_is_verified_once_however_often_it_is_asked(config: Config, version: str) -> None:
+    for _ in range(3):
+        verdict = await verify(config, version)
+        assert verdict is not None
+        assert verdict.ok
+    assert await verdicts(config) == [VersionVerified(version=version, ok=True)]
+    client = RedisClient(config.redis.control_url, name="test")
+    registry = Registry(client, Keys(config.group.name))
+    ((_, record),) = await registry.records([version])
+    known = await registry.version(version)
+    await client.close()
+    assert record["verified_ok"] == "true"
+    assert float(record["verified_at"]) > 1e9
+    assert known is not None
+    assert known.state == "published"
+
+
+async def test_one_wrong_byte_is_found_and_named(config: Config, version: str) -> None:
+    assert (verdict := await verify(config, version)) is not None
+    assert verdict.ok
+    corrupt(weights(config, version))
+    assert (verdict := await verify(config, version)) is not None
+    assert not verdict.ok
+    assert "wrong bytes" in verdict.reason
+    assert "adapter_model.safetensors" in verdict.reason
+    assert [(event.ok, event.reason) for event in await verdicts(config)] == [(True, ""), (False, verdict.reason)]
+
+
+async def test_a_manifest_that_was_changed_is_found(config: Config, version: str) -> None:
+    manifest = weights(config, version).parent / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"epoch": 1', '"epoch": 2'))
+    assert (verdict := await verify(config, version)) is not None
+    assert verdict.reason == "stored manifest is not the announced one"
+
+
+async def test_a_version_that_vanished_is_found(config: Config, version: str) -> None:
+    directory = weights(config, version).parent
+    directory.rename(directory.with_name("elsewhere"))
+    assert (verdict := await verify(config, version)) is not None
+    assert verdict.reason == f"store has no {version}"
+
+
+async def test_a_version_that_was_retired_with_its_files_is_not_judged(config: Config, version: str) -> None:
+    directory = weights(config, version).parent
+    directory.rename(directory.with_name("elsewhere"))
+    client = RedisClient(config.redis.control_url, name="test")
+    key = Keys(config.group.name).version(version)
+    await client.pipeline([("HSET", key, "state", "retired"), ("EXPIRE", key, 1000)])
+    await client.close()
+    assert await verify(config, version) is None
+    assert await verdicts(config) == []
+
+
+async def test_what_was_never_announced_is_an_error(config: Config) -> None:
+    with pytest.raises(ControlError, match="never announced"):
+        await verify(config, "a.run-v9-0123456789ab")
+
+
+def run_worker(config: Config, *, log: Path) -> subprocess.Popen[bytes]:
+    """The worker as an operator starts it, its settings from the environment."""
+    environment = {
+        **os.environ,
+        "ADAPTERSYNC_REDIS__CONTROL_URL": config.redis.control_url,
+        "ADAPTERSYNC_STORE__PATH": config.store.path,
+    }
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "adaptersync_tools.cli", "worker"], stderr=output, stdout=output, env=environment
+        )
+
+
+def fetch(connection: Any, job_id: str) -> Job | None:
+    return Job.fetch_many([job_id], connection=connection, serializer=JSONSerializer)[0]
+
+
+@pytest.mark.foreign_keys("rq keeps its own")
+def test_a_worker_does_the_job_and_can_be_asked_again(config: Config, version: str, tmp_path: Path) -> None:
+    job_id = verification_id(config.group.name, version)
+    with rq_connection(config.redis.control_url) as connection:
+        assert enqueue_verification(config, version) == enqueue_verification(config, version) == job_id
+        assert connection.lrange(f"rq:queue:{queue_name(config.group.name)}", 0, -1) == [job_id.encode()]
+        worker = run_worker(config, log=tmp_path / "worker.log")
+        try:
+            wait_until_sync(lambda: (job := fetch(connection, job_id)) and job.is_finished, timeout_s=30)
+            job = fetch(connection, job_id)
+            assert job is not None
+            assert job.return_value() == "ok"
+            corrupt(weights(config, version))
+            enqueue_verification(config, version)
+            wait_until_sync(
+                lambda: (again := fetch(connection, job_id)) and "wrong bytes" in str(again.return_value()),
+                timeout_s=30,
+            )
+        finally:
+            worker.send_signal(signal.SIGTERM)
+            assert worker.wait(20) == 0, (tmp_path / "worker.log").read_text()
+
+
+@pytest.mark.foreign_keys("rq keeps its own")
+def test_jobs_are_json_and_not_pickle(config: Config, version: str) -> None:
+    job_id = enqueue_verification(config, version)
+    with rq_connection(config.redis.control_url) as connection:
+        stored: dict[bytes, bytes] = connection.hgetall(f"rq:job:{job_id}")
+    job = _fetch_raw(stored[b"data"])
+    assert job == ["adaptersync.jobs.verify.verify_version", None, [version], {}]
+    pickled = [name for name, value in stored.items() if value.startswith(b"\x80")]
+    assert pickled == []
+
+
+def _fetch_raw(data: bytes) -> Any:
+    """What rq stores is compressed JSON."""
+    import json
+    import zlib
+
+    return json.loads(zlib.decompress(data) if data[:1] == b"x" else data)
+
+
+def test_versions_have_jobs_of_their_own() -> None:
+    names = {
+        verification_id(group, name)
+        for group, name in [
+            ("g", "a.b-v1-0123456789ab"),
+            ("g", "a_b-v1-0123456789ab"),
+            ("g", "a-b-v1-0123456789ab"),
+            ("g-a", "b-v1-0123456789ab"),
+        ]
+    }
+    assert len(names) == 4

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+import click
 import pytest
 import redis.asyncio
 import redis.exceptions
+from aiohttp import web
 from blockbuster import BlockBuster, BlockingError
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from adaptersync_core.keys import Keys
 from adaptersync_tools.servers import Role
+from support import surface
 from support.proxy import Fault, FaultProxy
 from support.redis_servers import RedisServers, objection
 from support.wait import wait_until, wait_until_sync
@@ -155,3 +159,41 @@ def test_objections() -> None:
     assert objection(keys.inflight, "hash", -1, Role.CONTROL) == "belongs on the cache server"
     assert objection(keys.table, "hash", -1, Role.CONTROL) == "is a hash, listed as string"
     assert objection(keys.events + "x", "stream", -1, Role.CONTROL) == "is no key of adaptersync_core.keys"
+
+
+def test_surface_of_a_command_and_of_an_application() -> None:
+    @click.group()
+    def top() -> None: ...
+
+    @top.command()
+    @click.option("--json/--table", "-j/-t")
+    @click.argument("run")
+    def show() -> None: ...
+
+    assert list(surface.cli_options(top, "x")) == [
+        "x",
+        *("x show", "x show --json", "x show -j", "x show --table", "x show -t", "x show <run>"),
+    ]
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response()
+
+    application = web.Application()
+    application.add_routes([web.get("/replicas/{name}", answer), web.post("/replicas", answer)])
+    assert list(surface.http_routes(application, "s")) == ["s GET /replicas/{name}", "s POST /replicas"]
+
+
+def test_changed_surface_is_shown_and_accepted(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(surface, "DATA", tmp_path)
+    monkeypatch.setattr(pytestconfig.option, "accept_surface", False)
+    (tmp_path / "surface_s.txt").write_text("a\nb\n")
+    surface.assert_frozen("s", ["b", "a"], pytestconfig)
+    with pytest.raises(AssertionError, match=r"(?s)--accept-surface.*-b.*\+c"):
+        surface.assert_frozen("s", ["a", "c"], pytestconfig)
+    with pytest.raises(AssertionError, match="nothing was collected"):
+        surface.assert_frozen("s", [], pytestconfig)
+    monkeypatch.setattr(pytestconfig.option, "accept_surface", True)
+    surface.assert_frozen("s", ["a", "c"], pytestconfig)
+    assert (tmp_path / "surface_s.txt").read_text() == "a\nc\n"

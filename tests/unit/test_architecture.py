@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from adaptersync.trainer.relay import relay_app
+from adaptersync_core.config import Config
+from adaptersync_tools.cli import adaptersync
 from support import surface
 from support.source import PACKAGES, REPOSITORY, imports, modules, within
 
@@ -188,7 +191,6 @@ def test_wheel_is_imported_without_the_source_tree(installed: Path, tmp_path: Pa
         assert Path(found).is_relative_to(installed)
 
 
-@pytest.mark.xfail(strict=True, reason="remove this mark with the commit that adds adaptersync_tools.cli")
 def test_command_of_the_wheel_runs(installed: Path, tmp_path: Path) -> None:
     assert _output([installed / "bin" / "adaptersync", "--help"], tmp_path).startswith("Usage: adaptersync")
 
@@ -199,6 +201,16 @@ def test_redis_keys_are_frozen(request: pytest.FixtureRequest) -> None:
 
 def test_event_types_are_frozen(request: pytest.FixtureRequest) -> None:
     surface.assert_frozen("events", surface.event_types(), request.config)
+
+
+def test_http_routes_are_frozen(request: pytest.FixtureRequest) -> None:
+    """Each service that listens adds its application here."""
+    routes = surface.http_routes(relay_app(Config()), "relay")
+    surface.assert_frozen("http_routes", routes, request.config)
+
+
+def test_cli_options_are_frozen(request: pytest.FixtureRequest) -> None:
+    surface.assert_frozen("cli", surface.cli_options(adaptersync, "adaptersync"), request.config)
 
 
 def test_locks_hold_what_the_project_requires() -> None:

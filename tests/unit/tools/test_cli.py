@@ -1,0 +1,76 @@
+"""The command line's manners: one line an error, a status that says what kind, help that teaches."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from adaptersync_tools.cli import adaptersync, main
+from adaptersync_tools.servers import HOST
+from adaptersync_tools.up import free_ports
+
+
+@pytest.fixture
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = free_ports(1)
+    monkeypatch.setenv("ADAPTERSYNC_REDIS__CONTROL_URL", f"redis://{HOST}:{port}/0")
+    monkeypatch.delenv("ADAPTERSYNC_CONFIG", raising=False)
+
+
+def error_line(capsys: pytest.CaptureFixture[str]) -> str:
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("adaptersync: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["frobnicate"], 2, "No such command 'frobnicate'"),
+        (["publish"], 2, "Missing argument 'DIRECTORY'; see adaptersync publish --help"),
+        (["events", "--since", "yesterday"], 2, "30s, 10min, 2h or 1d"),
+        (["verify", "latest"], 64, "not an adapter id (name=latest)"),
+        (["up"], 78, "no model to serve; give --model DIRECTORY, or --simulated"),
+        (["status"], 69, "Redis cannot be reached"),
+        (["versions", "--json"], 69, "Redis cannot be reached"),
+        (["rollback", "my-run", "--reason", "bad"], 69, "Redis cannot be reached"),
+    ],
+)
+@pytest.mark.usefixtures("no_server")
+def test_an_error_is_one_line(arguments: list[str], status: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == status
+    assert says in error_line(capsys)
+
+
+def test_a_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("ADAPTERSYNC_ROUTER__PORT", "many")
+    assert main(["config"]) == 78
+    assert "router.port" in error_line(capsys)
+
+
+def test_config_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--json", "--explain"]) == 0
+    keys = orjson.loads(capsys.readouterr().out)
+    assert {"name", "default", "value", "meaning", "variable"} == keys[0].keys()
+
+
+def test_explained_settings_are_a_plain_table_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--explain"]) == 0
+    out = capsys.readouterr().out
+    assert "router.hold_s" in out
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("name", list(adaptersync.commands))
+def test_help_teaches(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "Example" in out
+    assert f"adaptersync {name}" in out
+
+
+def test_what_is_read_has_json() -> None:
+    for name in ("status", "versions", "events", "config", "verify", "publish"):
+        assert "as_json" in {parameter.name for parameter in adaptersync.commands[name].params}

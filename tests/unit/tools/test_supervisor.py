@@ -1,0 +1,69 @@
+"""Services that are kept running: restarts are bounded, stops are ordered."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from adaptersync_tools import supervisor as module
+from adaptersync_tools.supervisor import Spec, StackFailed, Supervisor
+from support.wait import wait_until_sync
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "WATCH_S", 0.01)
+    with Supervisor(tmp_path / "logs") as running:
+        yield running
+
+
+def spec(name: str, code: str, *, tier: int = 0, restart: bool = True, grace_s: float = 2.0) -> Spec:
+    return Spec(name=name, command=(sys.executable, "-c", code), tier=tier, restart=restart, grace_s=grace_s)
+
+
+def test_a_service_that_ends_is_started_again_and_given_up_after_a_bound(supervisor: Supervisor) -> None:
+    service = supervisor.start(spec("falls", "print('my last words'); raise SystemExit(3)"))
+    wait_until_sync(lambda: service.given_up, timeout_s=30)
+    assert service.restarts == module.RESTARTS
+    with pytest.raises(StackFailed, match=r"falls does not stay up: .*my last words"):
+        supervisor.check()
+
+
+def test_a_program_may_end_well(supervisor: Supervisor) -> None:
+    service = supervisor.start(spec("ends", "pass", restart=False))
+    wait_until_sync(lambda: service.returncode is not None, timeout_s=10)
+    supervisor.check()
+    assert (service.returncode, service.restarts, service.given_up) == (0, 0, False)
+
+
+def test_a_program_that_fails_is_not_started_again(supervisor: Supervisor) -> None:
+    service = supervisor.start(spec("fails", "raise SystemExit(7)", restart=False))
+    wait_until_sync(lambda: service.given_up, timeout_s=10)
+    assert (service.returncode, service.restarts) == (7, 0)
+
+
+def test_waiting_is_bounded_and_says_for_what(supervisor: Supervisor) -> None:
+    with pytest.raises(StackFailed, match="the moon: not ready in time"):
+        supervisor.wait_for("the moon", lambda: False, limit_s=0.05, interval_s=0.01)
+
+
+def test_higher_tiers_stop_first(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    code = """
+import signal, sys, time
+def stop(*_):
+    open({told!r}, "a").write({name!r} + " ")
+    sys.exit()
+signal.signal(signal.SIGTERM, stop)
+print("up", flush=True)
+time.sleep(60)
+"""
+    with Supervisor(tmp_path / "logs") as supervisor:
+        for name, tier in (("server", 0), ("service", 2), ("engine", 1)):
+            service = supervisor.start(spec(name, code.format(told=str(told), name=name), tier=tier))
+            wait_until_sync(lambda service=service: "up" in service.log_path.read_text(), timeout_s=20)  # type: ignore[misc]
+    assert told.read_text().split() == ["service", "engine", "server"]

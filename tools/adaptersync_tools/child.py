@@ -1,0 +1,117 @@
+"""`python -m adaptersync_tools.child [--grace SECONDS] -- COMMAND ...`: run a command whose whole family ends with us.
+
+A keeper stands between a supervisor and one command. Its standard input is a pipe that only the supervisor holds open:
+when the supervisor is gone, however it went, the pipe ends and the keeper stops the command. On that, and on SIGTERM or
+SIGINT, the command gets SIGTERM and, after the grace, SIGKILL. The keeper is also the reaper of everything the command
+started (vLLM's engine processes, a work horse in a group of its own): none of them outlives it. The keeper's exit
+status is the command's. Imports nothing but the standard library, since there is one keeper a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
+REAP_S = 5.0  # how long killed orphans may take to be gone
+_POLL_S = 0.02
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def main(arguments: list[str]) -> int:
+    grace_s = GRACE_S
+    if arguments[:1] == ["--grace"]:
+        grace_s, arguments = float(arguments[1]), arguments[2:]
+    if arguments[:1] != ["--"] or len(arguments) < 2:
+        print("usage: python -m adaptersync_tools.child [--grace SECONDS] -- COMMAND ...", file=sys.stderr)
+        return 64
+    return keep(arguments[1:], grace_s=grace_s)
+
+
+def keep(command: list[str], *, grace_s: float) -> int:
+    """Run `command` to its end, or to ours."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    bell_in, bell_out = os.pipe()
+    os.set_blocking(bell_out, False)
+    signal.set_wakeup_fd(bell_out)
+    for number in (*_STOP, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)  # the wake-up pipe says which
+    process = subprocess.Popen(  # noqa: S603 (the supervisor chose it)
+        command, stdin=subprocess.DEVNULL, preexec_fn=_become_child
+    )
+    try:
+        if _wait(process, bell_in):
+            process.terminate()
+            _poll_until(process, grace_s)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        _end_orphans()
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def _become_child() -> None:
+    """Between fork and exec: safe here, because a keeper has one thread."""
+    signal.set_wakeup_fd(-1)
+    for number in (*_STOP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # should the keeper itself be killed
+
+
+def _wait(process: subprocess.Popen[bytes], bell: int) -> bool:
+    """Until the command ended (False) or shall be stopped (True)."""
+    lifeline = sys.stdin.fileno()
+    while process.poll() is None:
+        readable, _, _ = select.select([bell, lifeline], [], [])
+        if bell in readable and any(number in _STOP for number in os.read(bell, 256)):
+            return True
+        if lifeline in readable and not os.read(lifeline, 256):
+            return True
+    return False
+
+
+def _poll_until(process: subprocess.Popen[bytes], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _end_orphans() -> None:
+    """Kill and reap what the command left behind, generation after generation."""
+    deadline = time.monotonic() + REAP_S
+    while time.monotonic() < deadline:
+        for child in _children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(_POLL_S)
+
+
+def _children() -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except OSError:  # not Linux, or a kernel without the list: the command's own shutdown must do
+        return []
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

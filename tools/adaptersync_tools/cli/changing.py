@@ -1,0 +1,156 @@
+"""Commands that ask the fleet for something: publish, rollback, verify. Each waits for the outcome, within a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import click
+from rich.text import Text
+
+from adaptersync_core.errors import AdapterInvalid, ControlError, NameInvalid, PublicationFailed
+from adaptersync_core.identity import parse_adapter_id
+from adaptersync_core.queue import enqueue_verification
+from adaptersync_core.registry import Registry, Request
+from adaptersync_tools.cli.common import config_option, json_option, settings, timeout_option, visit
+from adaptersync_tools.output import console, print_json, state
+
+LOOK_S = 0.1
+PAGE = 256
+
+
+@click.command()
+@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@config_option
+@json_option
+@click.option("--run", required=True, help="The run it belongs to; a new name begins a new run.")
+@click.option("--step", type=int, help="The trainer's step, for the record.")
+@click.option(
+    "--wait/--no-wait", default=True, help="Wait until it is current, or is not going to be.  [default: wait]"
+)
+@timeout_option(120.0)
+def publish(
+    directory: Path, config_path: Path | None, as_json: bool, run: str, step: int | None, wait: bool, timeout_s: float
+) -> int:
+    """Publish a PEFT adapter as the next version.
+
+    This begins a new incarnation of the run's trainer: one that still runs can publish no more. Exit status 0 when the
+    version became current (with --no-wait: when it is announced), 1 when it did not.
+
+    \b
+    Example:
+      adaptersync publish out/checkpoint-100 --run my-run
+    """
+    from adaptersync.trainer import AdapterPublisher
+
+    out = console()
+    with AdapterPublisher(settings(config_path), run=run) as publisher:
+        publication = publisher.publish(directory, step=step)
+        if not as_json:
+            out.print(Text.assemble("published ", (publication.adapter_id, "bold")))
+        if not wait:
+            if as_json:
+                print_json({"version": publication.adapter_id, "state": "published", "reason": ""})
+            return 0
+        outcome = publication.wait(timeout_s)
+    if as_json:
+        print_json({"version": publication.adapter_id, "state": outcome.state, "reason": outcome.reason})
+    else:
+        out.print(Text.assemble("it is ", state(outcome.state), f": {outcome.reason}" if outcome.reason else ""))
+    return 0 if outcome.state == "current" else 1
+
+
+@click.command()
+@click.argument("run")
+@config_option
+@click.option("--to", "version", default="", help="A retained version to go back to.  [default: the one before]")
+@click.option("--reason", required=True, help="Why; it is written into the record of the voided version.")
+@timeout_option(30.0)
+def rollback(run: str, config_path: Path | None, version: str, reason: str, timeout_s: float) -> None:
+    """Void the current version and serve an earlier one.
+
+    Requests in flight on the voided version finish; no new ones are admitted to it.
+
+    \b
+    Example:
+      adaptersync rollback my-run --reason "answers in the wrong language"
+    """
+    if version:
+        parse_adapter_id(version)
+
+    async def ask(registry: Registry) -> tuple[str, str]:
+        table = await registry.table()
+        if run not in table.runs:
+            raise NameInvalid("no such run", next_step=f"known runs: {', '.join(table.runs) or 'none'}", run=run)
+        newest = await registry.client.command("XREVRANGE", registry.keys.events, "+", "-", "COUNT", 1)
+        after = newest[0][0] if newest else "0"
+        request = await registry.request(Request(kind="rollback", run=run, version=version, reason=reason))
+        return await _answer(registry, after=after, run=run, request=request)
+
+    voided, current = visit(settings(config_path), ask, timeout_s=timeout_s)
+    console().print(Text.assemble("voided ", (voided, "bold"), "; ", (current, "bold green"), " is current"))
+
+
+async def _answer(registry: Registry, *, after: str, run: str, request: str) -> tuple[str, str]:
+    """(voided, current) once the coordinator did it; ControlError when it refused."""
+    while True:
+        for entry_id, fields in await registry.client.read_stream(registry.keys.events, after, count=PAGE):
+            after = entry_id
+            kind = fields.get("type")
+            if kind == "request.refused" and fields.get("request") == request:
+                raise ControlError(f"coordinator refused: {fields.get('reason', '')}", run=run)
+            if kind == "version.voided" and parse_adapter_id(fields["version"]).run == run:
+                return fields["version"], fields.get("current", "")
+        await asyncio.sleep(LOOK_S)
+
+
+@click.command()
+@click.argument("version")
+@config_option
+@json_option
+@timeout_option(120.0)
+def verify(version: str, config_path: Path | None, as_json: bool, timeout_s: float) -> None:
+    """Check every byte of a stored version.
+
+    A worker reads it again and compares it with what was announced.
+
+    \b
+    Example:
+      adaptersync verify my-run-v7-0123456789ab
+    """
+    parse_adapter_id(version)
+    config = settings(config_path)
+
+    async def look(registry: Registry) -> tuple[float, dict[str, str]]:
+        ((manifest, record),) = await registry.records([version])
+        if manifest is None:
+            raise NameInvalid("no such version", next_step="see adaptersync versions", version=version)
+        return float(record.get("verified_at", 0)), record
+
+    before, _ = visit(config, look)
+    enqueue_verification(config, version)
+
+    async def wait(registry: Registry) -> dict[str, str]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            at, record = await look(registry)
+            if at > before:
+                return record
+            if time.monotonic() > deadline:
+                raise PublicationFailed(
+                    "no verdict in time", next_step="check that adaptersync worker runs", version=version
+                )
+            await asyncio.sleep(LOOK_S)
+
+    record = visit(config, wait, timeout_s=timeout_s + 5)
+    ok = record["verified_ok"] == "true"
+    if as_json:
+        print_json({"version": version, "ok": ok, "reason": record.get("verified_reason", "")})
+    elif ok:
+        console().print(Text.assemble((version, "bold"), " is ", ("verified", "green"), ": every byte as announced"))
+    if not ok:
+        raise AdapterInvalid(f"stored version is corrupt: {record.get('verified_reason')}", version=version)
+
+
+COMMANDS = (publish, rollback, verify)

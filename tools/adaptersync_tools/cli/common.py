@@ -1,0 +1,87 @@
+"""What commands share: options, settings, and a bounded visit to the control server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from adaptersync_core.config import Config, load_config
+from adaptersync_core.errors import AdapterSyncError, ControlUnavailable
+from adaptersync_core.keys import Keys
+from adaptersync_core.redis import RedisClient
+from adaptersync_core.registry import Registry
+
+INTERRUPTED = 130  # as a shell reports SIGINT
+VISIT_S = 15.0  # for reading or asking; what waits for an outcome has its own --timeout
+
+T = TypeVar("T")
+Decorated = Callable[..., Any]
+
+config_option = click.option(
+    "--config",
+    "config_path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Settings file.  [default: $ADAPTERSYNC_CONFIG, else built-in defaults and the environment]",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="For programs: JSON instead of a table.")
+
+
+def timeout_option(default: float) -> Callable[[Decorated], Decorated]:
+    return click.option(
+        "--timeout", "timeout_s", type=click.FloatRange(min=0.1), default=default, show_default=True,
+        help="How many seconds to wait for the outcome.",
+    )  # fmt: skip
+
+
+def visit(config: Config, call: Callable[[Registry], Awaitable[T]], *, timeout_s: float = VISIT_S) -> T:
+    """Run `call` with the group's registry, in a time that is bounded."""
+
+    async def run() -> T:
+        client = RedisClient(config.redis.control_url, name="cli")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await call(Registry(client, Keys(config.group.name)))
+        except TimeoutError:
+            where = config.redis.control_url.rsplit("@", 1)[-1]
+            raise ControlUnavailable(
+                "no answer in time", next_step="try again, or look at the server", redis=where
+            ) from None
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def settings(config_path: Path | None, **overrides: Any) -> Config:
+    """The settings, with options of the command on top ("router__port"=8080)."""
+    return load_config(config_path, overrides={name.replace("__", ".", 1): value for name, value in overrides.items()})
+
+
+def run_command(command: click.Command, arguments: list[str] | None, name: str) -> int:
+    """Run `command`, with every failure as one line on standard error; returns the exit status."""
+    try:
+        result = command.main(arguments, prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except AdapterSyncError as error:
+        return _fail(name, str(error), error.exit_code)
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        hint = f"; see {context.command_path} --help" if context else ""
+        return _fail(name, f"{error.format_message().rstrip('.')}{hint}", error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _fail(name: str, line: str, status: int) -> int:
+    print(f"{name}: error: {' '.join(line.split())}", file=sys.stderr)
+    return status

@@ -1,0 +1,264 @@
+"""Commands that look: status, versions, events, config. Each has --json, and none changes anything."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import time
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import orjson
+from rich.text import Text
+
+from adaptersync_core.bus import follow as follow_stream
+from adaptersync_core.errors import NameInvalid
+from adaptersync_core.keys import Keys
+from adaptersync_core.redis import Entry
+from adaptersync_core.registry import Fleet, Registry
+from adaptersync_tools import explain, views
+from adaptersync_tools.cli.common import config_option, json_option, settings, visit
+from adaptersync_tools.output import EVENT_STYLES, console, milliseconds, print_json, seconds, state, table
+
+PAGE = 500  # stream entries of one read
+_AGE = re.compile(r"(\d+(?:\.\d+)?)(s|min|m|h|d)")
+_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
+
+
+@click.command()
+@config_option
+@json_option
+def status(config_path: Path | None, as_json: bool) -> int:
+    """Show replicas, runs and routers. Exit status 0 when all is well, else 1.
+
+    \b
+    Examples:
+      adaptersync status
+      adaptersync status --json | jq .problems
+    """
+    config = settings(config_path)
+
+    async def read(registry: Registry) -> tuple[Fleet, tuple[str, float]]:
+        return await registry.fleet(), await registry.leader()
+
+    fleet, (leader, left_s) = visit(config, read)
+    view = views.status(
+        fleet, group=config.group.name, leader=leader, lease_left_s=left_s, alive_s=config.coordinator.alive_s
+    )
+    if as_json:
+        print_json(view)
+    else:
+        _print_status(view)
+    return 0 if view.healthy else 1
+
+
+def _print_status(view: views.StatusView) -> None:
+    out = console()
+    health = Text("healthy", "bold green") if view.healthy else Text("needs attention", "bold red")
+    leader = f"{view.leader} leads" if view.leader else "nobody leads"
+    out.print(
+        Text.assemble(
+            ("group ", "dim"), view.group, "  ", health, "  ", (f"generation {view.generation}, {leader}", "dim")
+        )
+    )
+    for problem in view.problems:
+        out.print(Text(f"  ! {problem}", "red"))
+    out.print()
+    replicas = [
+        (
+            each.replica,
+            state(each.state),
+            seconds(each.since_s),
+            f"{each.holds}/{each.wanted}",
+            each.slots,
+            seconds(each.age_s),
+            each.engine,
+            each.url,
+            each.reason,
+        )
+        for each in view.replicas
+    ]
+    columns: tuple[str, ...] = ("replica", "state", "for>", "holds>", "slots>", "heard>", "engine", "url", "why")
+    out.print(table("Replicas", columns, replicas) if replicas else Text("no replicas", "dim"))
+    runs = [
+        (
+            each.run,
+            each.epoch,
+            each.current,
+            seconds(each.since_s),
+            f"{each.replicas}/{each.ready}",
+            len(each.window),
+            each.candidate,
+            each.waiting,
+        )
+        for each in view.runs
+    ]
+    columns = ("run", "epoch>", "current", "for>", "replicas>", "window>", "candidate", "waiting>")
+    out.print(table("Runs", columns, runs) if runs else Text("no runs yet: adaptersync publish --help", "dim"))
+    routers = [(each.router, each.url, each.generation, each.behind, each.inflight) for each in view.routers]
+    columns = ("router", "url", "generation>", "behind>", "in flight>")
+    out.print(table("Routers", columns, routers) if routers else Text("no routers", "dim"))
+
+
+@click.command()
+@click.argument("run", required=False)
+@config_option
+@json_option
+@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Newest versions of each run.")
+def versions(run: str | None, config_path: Path | None, as_json: bool, limit: int) -> None:
+    """Show versions of RUN or of all runs, newest first.
+
+    \b
+    staged, verified, loaded, proved: milliseconds of the slowest replica.
+    waited: from publication to promotion.
+    Example:
+      adaptersync versions my-run --limit 5
+    """
+    config = settings(config_path)
+
+    async def read(registry: Registry) -> list[views.VersionView]:
+        known = await registry.runs()
+        if run is not None and run not in known:
+            raise NameInvalid("no such run", next_step=f"known runs: {', '.join(known) or 'none'}", run=run)
+        facts = []
+        for name in [run] if run else known:
+            newest = (await registry.published(name))[-limit:][::-1]
+            kept = await registry.records([adapter_id for adapter_id, _ in newest])
+            facts += [
+                views.Facts(version=adapter_id, run=name, seq=seq, manifest=manifest, record=record)
+                for (adapter_id, seq), (manifest, record) in zip(newest, kept, strict=True)
+            ]
+        return views.versions(facts, await registry.fleet())
+
+    found = visit(config, read)
+    if as_json:
+        print_json(found)
+        return
+    rows = [_version_row(view) for view in found]
+    columns = ("version", "state", "step>", "size>", "age>", "replicas>", "waited>", "staged>", "verified>", "loaded>",
+               "proved>", "stored", "why")  # fmt: skip
+    console().print(table("Versions", columns, rows) if rows else Text("no versions yet", "dim"))
+
+
+def _version_row(view: views.VersionView) -> tuple[Any, ...]:
+    accepted = sum(ack.accepted for ack in view.acks.values())
+    refusals = [f"{replica}: {ack.reason}" for replica, ack in view.acks.items() if not ack.accepted]
+    stored = {True: Text("verified", "green"), False: Text("CORRUPT", "bold red"), None: Text("")}[view.verified]
+    return (
+        view.version,
+        state(view.state),
+        "" if view.step is None else view.step,
+        "" if view.size is None else views.size(view.size),
+        seconds(view.age_s),
+        f"{accepted}/{len(view.acks)}" if view.acks else "",
+        seconds(view.promoted_s),
+        *(milliseconds(view.phase(phase)) for phase in views.PHASES),
+        stored,
+        view.reason or "; ".join(refusals) or ("changes nothing: every lora_B is zero" if view.noop else ""),
+    )
+
+
+@click.command()
+@config_option
+@json_option
+@click.option("--follow", "-f", is_flag=True, help="Go on with what happens from now; ends with Ctrl-C.")
+@click.option("--since", help="How far to look back: 30s, 10min, 2h, 1d, or a stream id.  [default: the last 50]")
+def events(config_path: Path | None, as_json: bool, follow: bool, since: str | None) -> None:
+    """Show what happened, oldest first.
+
+    \b
+    Examples:
+      adaptersync events --since 10min
+      adaptersync events --follow
+      adaptersync events --since 1h --json | jq -r 'select(.type == "version.promoted") | .version'
+    """
+    config = settings(config_path)
+    start = _stream_id(since) if since else None
+    entries = visit(config, lambda registry: _past(registry, start))
+    for entry in entries:
+        _print_event(entry, as_json)
+    if not follow:
+        return
+
+    async def watch(stream: str) -> None:
+        after = entries[-1][0] if entries else "$"
+        batches: AsyncIterator[list[Entry]] = follow_stream(
+            config.redis.control_url, stream, name="cli-events", after=after
+        )
+        async for batch in batches:
+            for entry in batch:
+                _print_event(entry, as_json)
+
+    asyncio.run(watch(Keys(config.group.name).events))
+
+
+async def _past(registry: Registry, start: str | None) -> list[Entry]:
+    """Since `start`, or the last ones."""
+    stream = registry.keys.events
+    if start is None:
+        newest = await registry.client.command("XREVRANGE", stream, "+", "-", "COUNT", 50)
+        return [(entry_id, fields) for entry_id, fields in reversed(newest)]
+    found: list[Entry] = []
+    while page := await registry.client.command("XRANGE", stream, start, "+", "COUNT", PAGE):
+        found += [(entry_id, fields) for entry_id, fields in page]
+        start = f"({page[-1][0]}"
+    return found
+
+
+def _stream_id(since: str) -> str:
+    if re.fullmatch(r"\d{10,}(-\d+)?", since):
+        return since
+    if found := _AGE.fullmatch(since):
+        return str(max(0, int((time.time() - float(found[1]) * _UNITS[found[2]]) * 1000)))
+    raise click.BadParameter("give a time such as 30s, 10min, 2h or 1d, or a stream id", param_hint="--since")
+
+
+def _print_event(entry: Entry, as_json: bool) -> None:
+    entry_id, fields = entry
+    at = datetime.fromtimestamp(int(entry_id.partition("-")[0]) / 1000, tz=UTC)
+    if as_json:
+        sys.stdout.write(orjson.dumps({"id": entry_id, "at": at.isoformat(), **fields}).decode() + "\n")
+        sys.stdout.flush()
+        return
+    kind = fields.get("type", "?")
+    subject, text = views.tell(fields)
+    style = EVENT_STYLES.get(kind, "red" if fields.get("accepted") == "false" or fields.get("ok") == "false" else "")
+    clock = at.astimezone().strftime("%H:%M:%S.%f")[:-3]
+    line = Text.assemble((clock, "dim"), "  ", (f"{kind:<20}", style), " ", (subject, "bold"), "  ", text)
+    console().print(line, soft_wrap=True)
+
+
+@click.command("config")
+@config_option
+@json_option
+@click.option("--explain", "explained", is_flag=True, help="Every key with its meaning, default and variable.")
+def show_config(config_path: Path | None, as_json: bool, explained: bool) -> None:
+    """Show the settings in force.
+
+    Defaults, then the file, then the environment; the last one wins.
+
+    \b
+    Examples:
+      adaptersync config > adaptersync.toml
+      adaptersync config --explain
+    """
+    found = list(explain.keys(settings(config_path)))
+    if as_json:
+        print_json(found if explained else {key.name: key.value for key in found})
+    elif explained:
+        rows = [
+            (key.name, key.default, Text(str(key.value), "bold") if key.value != key.default else "", key.meaning)
+            for key in found
+        ]
+        out = console()
+        out.print(table("Settings", ("key", "default", "value here", "meaning"), rows))
+        out.print(Text(f"In the environment {found[0].name} is {found[0].variable}, and so on.", "dim"))
+    else:
+        click.echo(explain.to_toml({key.name: key.value for key in found}), nl=False)
+
+
+COMMANDS = (status, versions, events, show_config)

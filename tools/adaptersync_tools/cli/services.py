@@ -1,0 +1,99 @@
+"""One command a service. Each runs until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import click
+
+from adaptersync_core.telemetry import configure_logging
+from adaptersync_tools.cli.common import config_option, settings
+
+
+@click.command()
+@config_option
+@click.option("--name", help="The replica this agent stands beside.")
+@click.option("--engine-url", help="Its vLLM server, on this host's loopback.")
+@click.option("--public-url", help="Where routers reach that server.")
+def agent(config_path: Path | None, name: str | None, engine_url: str | None, public_url: str | None) -> None:
+    """Run the agent beside one vLLM server.
+
+    \b
+    Example:
+      adaptersync agent --name replica-3 --engine-url http://127.0.0.1:8000
+    """
+    from adaptersync.agent.app import run_agent
+
+    run_agent(settings(config_path, agent__name=name, agent__engine_url=engine_url, agent__public_url=public_url))
+
+
+@click.command()
+@config_option
+@click.option("--name", help="This coordinator's name; several may run, one leads.")
+def coordinator(config_path: Path | None, name: str | None) -> None:
+    """Run a coordinator: promote versions, or roll them back.
+
+    \b
+    Example:
+      adaptersync coordinator --name coordinator-1
+    """
+    from adaptersync.coordinator.app import run_coordinator
+
+    run_coordinator(settings(config_path, coordinator__name=name))
+
+
+@click.command()
+@config_option
+@click.option("--name", help="This router's name; any number may run.")
+@click.option("--host", help="Address to listen on.")
+@click.option("--port", type=int, help="Port to listen on.")
+def router(config_path: Path | None, name: str | None, host: str | None, port: int | None) -> None:
+    """Run a router: one OpenAI-compatible address for the fleet.
+
+    \b
+    Example:
+      adaptersync router --host 0.0.0.0 --port 8080
+    """
+    from adaptersync.router.app import run_router
+
+    config = settings(config_path, router__name=name, router__host=host, router__port=port)
+    configure_logging("router", config.router.name)
+    asyncio.run(run_router(config))
+
+
+@click.command()
+@config_option
+@click.option("--run", help="The run whose adapters TRL loads.")
+@click.option("--router-url", help="The router that rollouts go to.")
+@click.option("--port", type=int, help="Port to listen on.")
+def relay(config_path: Path | None, run: str | None, router_url: str | None, port: int | None) -> None:
+    """Run the relay beside an unmodified TRL.
+
+    TRL takes it for its vLLM server.
+
+    \b
+    Example:
+      adaptersync relay --run my-run --port 8070
+      # and in the trainer: vllm_server_base_url="http://127.0.0.1:8070"
+    """
+    from adaptersync.trainer.relay import run_relay
+
+    run_relay(settings(config_path, trainer__run=run, relay__router_url=router_url, relay__port=port))
+
+
+@click.command()
+@config_option
+def worker(config_path: Path | None) -> None:
+    """Run a worker for jobs off the critical path.
+
+    \b
+    Example:
+      adaptersync worker --config /etc/adaptersync.toml
+    """
+    from adaptersync.jobs.app import run_worker
+
+    run_worker(settings(config_path))
+
+
+COMMANDS = (agent, coordinator, router, relay, worker)

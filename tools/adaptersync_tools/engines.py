@@ -1,0 +1,95 @@
+"""The command and environment of one replica's engine: vLLM on CPU, vLLM on a GPU, or the simulator.
+
+Every engine listens on the loopback only: runtime LoRA loading and development mode are doors for its agent, not for a
+network.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from msgspec import Struct
+
+from adaptersync_tools.supervisor import Spec, python
+
+HOST = "127.0.0.1"
+CPU_BLOCK = 32  # tokens; what vLLM's CPU attention takes
+CPU_KV_BYTES = 256 << 20  # without a number vLLM wants almost all memory of the host, and fails if it is not free
+GPU_MEMORY_SHARE = 0.9
+ENGINE_TIER = 1
+
+
+class EngineSettings(Struct, frozen=True, kw_only=True):
+    """What the operator may choose. A limit of None leaves it to the engine.
+
+    `max_loras` bounds the versions served at once: the window, a candidate, and one to spare for a rollback target.
+    """
+
+    model: Path
+    base_name: str = "base"
+    max_loras: int = 5
+    max_cpu_loras: int = 8
+    max_lora_rank: int = 16
+    max_num_seqs: int = 64
+    max_model_len: int | None = None
+    dtype: str = "float32"
+    """On CPU: 32 bits make log-probabilities comparable with a trainer's. A GPU takes the model's own type."""
+    grace_s: float = 8.0
+
+
+def gpu_count() -> int:
+    """NVIDIA GPUs on this machine, as its driver lists them."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)  # noqa: S603
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def vllm_spec(settings: EngineSettings, *, number: int, replicas: int, port: int, gpus: int) -> Spec:
+    """Replica `number` of `replicas`; with GPUs, they are dealt out in turn."""
+    environment = {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    arguments = ["--model", str(settings.model), "--served-model-name", settings.base_name, *_shared(settings, port)]
+    arguments += ["--enable-lora", "--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"]
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
+        share = GPU_MEMORY_SHARE / -(-replicas // gpus)
+        arguments += ["--gpu-memory-utilization", f"{share:.3f}"]
+    else:
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        arguments += ["--dtype", settings.dtype, "--block-size", str(CPU_BLOCK)]
+        arguments += ["--kv-cache-memory-bytes", str(CPU_KV_BYTES)]
+    return Spec(
+        name=f"engine-{number}",
+        command=python("vllm.entrypoints.openai.api_server", *arguments),
+        environment=environment,
+        tier=ENGINE_TIER,
+        grace_s=settings.grace_s,  # its front may ignore SIGTERM for ever after an unanswered /is_paused
+    )
+
+
+def simulator_spec(settings: EngineSettings, *, number: int, port: int) -> Spec:
+    """The simulator takes the model's sizes from its directory, and a byte for a token."""
+    arguments = ["--model", settings.base_name, "--base-model-dir", str(settings.model)]
+    arguments += [*_shared(settings, port), "--block-size", str(CPU_BLOCK)]
+    return Spec(name=f"engine-{number}", command=python("adaptersync_tools.simulator", *arguments), tier=ENGINE_TIER)
+
+
+def _shared(settings: EngineSettings, port: int) -> list[str]:
+    flags: dict[str, str | int | None] = {
+        "--host": HOST,
+        "--port": port,
+        "--max-loras": settings.max_loras,
+        "--max-cpu-loras": settings.max_cpu_loras,
+        "--max-lora-rank": settings.max_lora_rank,
+        "--max-num-seqs": settings.max_num_seqs,
+        "--max-model-len": settings.max_model_len,
+    }
+    return [str(part) for flag, value in flags.items() if value is not None for part in (flag, value)]

@@ -1,0 +1,119 @@
+"""How commands speak: tables and colours on a terminal, plain text into a pipe, JSON for programs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import orjson
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from adaptersync_tools import views
+from adaptersync_tools.up import Progress
+
+PIPE_WIDTH = 200  # columns, where there is no terminal to ask
+STATE_STYLES = {
+    "ready": "green",
+    "current": "bold green",
+    "retained": "green",
+    "staging": "yellow",
+    "joining": "yellow",
+    "published": "yellow",
+    "retiring": "dim",
+    "retired": "dim",
+    "superseded": "dim",
+    "draining": "yellow",
+    "ejected": "bold red",
+    "rolled_back": "bold red",
+    "voided": "bold red",
+}
+EVENT_STYLES = {
+    "version.promoted": "bold green",
+    "version.rolled_back": "bold red",
+    "version.voided": "bold red",
+    "request.refused": "red",
+    "adapter.published": "cyan",
+    "version.staging": "yellow",
+    "run.began": "bold cyan",
+    "coordinator.elected": "magenta",
+    "replica.state": "blue",
+}
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Colours only where somebody sees them; a pipe gets whole lines."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, highlight=False, soft_wrap=False, width=None if stream.isatty() else PIPE_WIDTH)
+
+
+def print_json(document: Any) -> None:
+    """One document, on one line when nobody reads it."""
+    option = orjson.OPT_INDENT_2 if sys.stdout.isatty() else 0
+    text = orjson.dumps(document, option=option, default=msgspec.to_builtins)
+    sys.stdout.write(text.decode() + "\n")
+    sys.stdout.flush()
+
+
+def state(name: str) -> Text:
+    return Text(name, style=STATE_STYLES.get(name, ""))
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    """Columns ending in ">" are numbers and stand right."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    made.show_header = any(columns)
+    for column in columns:
+        number = column.endswith(">")
+        made.add_column(column.rstrip(">"), justify="right" if number else "left", no_wrap=number, overflow="fold")
+    for row in rows:
+        made.add_row(*(cell if isinstance(cell, Text) else _cell(cell) for cell in row))
+    return made
+
+
+def seconds(value: float | None) -> str:
+    return "" if value is None else views.duration(value)
+
+
+def milliseconds(value: float | None) -> str:
+    return "" if value is None else f"{value * 1000:.0f}"
+
+
+def _cell(value: Any) -> Text:
+    return Text("" if value is None else str(value))
+
+
+class Narrator(Progress):
+    """Tells what is waited for: a spinner on a terminal, a line each elsewhere."""
+
+    def __init__(self, to: Console) -> None:
+        self._console = to
+        self._status = to.status("") if to.is_terminal else None
+
+    def waiting(self, what: str) -> None:
+        if self._status is None:
+            self._console.print(f"waiting for {what}")
+        else:
+            self._status.update(f"waiting for {what} …")
+            self._status.start()
+
+    def done(self, what: str, seconds: float) -> None:
+        self.quiet()
+        self._console.print(Text.assemble(("✓ ", "green"), f"{what}  ", (views.duration(seconds), "dim")))
+
+    def quiet(self) -> None:
+        """No spinner, before something else is printed or the program ends."""
+        if self._status is not None:
+            self._status.stop()
+
+    def during(self, what: str) -> Callable[[], None]:
+        """Say that something goes on; the returned call says that it is over."""
+        import time
+
+        began = time.monotonic()
+        self.waiting(what)
+        return lambda: self.done(what, time.monotonic() - began)

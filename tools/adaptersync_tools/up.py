@@ -1,0 +1,253 @@
+"""Everything on one machine: two Redis servers, replicas with their agents, coordinator, router and worker.
+
+    with Stack(StackSettings(model=model, state_dir=directory)) as stack:
+        ...  # stack.config is what a trainer or a command needs; stack.config_path is the same as a file
+
+A state directory holds the settings, the store, the servers' data, the logs and the process ids. One stack at a time
+uses it; the next one finds everything where the last one left it. Knows which processes make a fleet and when it is
+ready; how they are kept running is the supervisor's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import orjson
+from msgspec import Struct
+
+from adaptersync_core.config import Config, load_config
+from adaptersync_core.errors import ControlError
+from adaptersync_core.keys import Keys
+from adaptersync_core.redis import rq_connection, translated
+from adaptersync_tools import explain
+from adaptersync_tools.engines import HOST, EngineSettings, gpu_count, simulator_spec, vllm_spec
+from adaptersync_tools.servers import Role, find_binary, render_config
+from adaptersync_tools.supervisor import Service, Spec, StackFailed, Supervisor, python
+
+SERVER_TIER, SERVICE_TIER, FRONT_TIER, CLIENT_TIER = 0, 2, 3, 4  # engines are tier 1; higher stops first
+SERVER_MEMORY_MB = 512
+SERVER_READY_S = 30.0
+ENGINE_READY_S = 600.0  # a cold vLLM on a busy two-core machine takes about two minutes
+FLEET_READY_S = 120.0
+LOCK_S = 30.0  # how long the last stack of a state directory may take to be gone
+HTTP_TIMEOUT_S = 2.0
+
+
+class StackSettings(Struct, frozen=True, kw_only=True):
+    """`router_port` 0 takes a free one."""
+
+    model: Path
+    state_dir: Path
+    replicas: int = 2
+    simulated: bool = False
+    router_port: int = 0
+    engine: dict[str, Any] = {}
+    """Other fields of EngineSettings."""
+    overrides: dict[str, Any] = {}
+    """Other settings of the services, as "section.key"."""
+
+
+class Progress:
+    """What the stack tells while it starts; this one says nothing."""
+
+    def waiting(self, what: str) -> None: ...
+
+    def done(self, what: str, seconds: float) -> None: ...
+
+
+class Stack:
+    """A running fleet. Entering starts it and waits until it is ready; leaving, however, leaves no process."""
+
+    def __init__(self, settings: StackSettings, progress: Progress | None = None) -> None:
+        self.settings = settings
+        self.state_dir = settings.state_dir.absolute()
+        self.config_path = self.state_dir / "adaptersync.toml"
+        self.logs = self.state_dir / "logs"
+        self.engine_urls: dict[str, str] = {}
+        self._progress = progress or Progress()
+        self._cleanup = contextlib.ExitStack()
+
+    @property
+    def router_url(self) -> str:
+        return f"http://{self.config.router.host}:{self.config.router.port}"
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._cleanup.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cleanup.close()
+
+    def run(self, name: str, module: str, *arguments: str, environment: dict[str, str] | None = None) -> Service:
+        """Start a program beside the fleet, with its settings; returns the supervised service."""
+        spec = Spec(
+            name=name,
+            command=python(module, *arguments),
+            environment={"ADAPTERSYNC_CONFIG": str(self.config_path), **(environment or {})},
+            tier=CLIENT_TIER,
+            restart=False,
+        )
+        return self.supervisor.start(spec)
+
+    def check(self) -> None:
+        """StackFailed when a service was given up."""
+        self.supervisor.check()
+
+    def _start(self) -> None:
+        for directory in (self.state_dir, self.state_dir / "store", self.state_dir / "staged", self.logs):
+            directory.mkdir(parents=True, exist_ok=True)
+        lock = self._lock()
+        names = [f"replica-{number}" for number in range(self.settings.replicas)]
+        ports = free_ports(3 + len(names))
+        self.engine_urls = {name: f"http://{HOST}:{port}" for name, port in zip(names, ports[3:], strict=True)}
+        self.config = self._configure(control=ports[0], cache=ports[1], router=self.settings.router_port or ports[2])
+        self.supervisor = self._cleanup.enter_context(Supervisor(self.logs, inherited=(lock,)))
+        self._start_servers({Role.CONTROL: ports[0], Role.CACHE: ports[1]})
+        self._start_engines(ports[3:])
+        self._start_services()
+        pids = {name: service.pid for name, service in self.supervisor.services.items()}
+        (self.state_dir / "pids.json").write_bytes(orjson.dumps(pids, option=orjson.OPT_INDENT_2))
+        self._cleanup.callback((self.state_dir / "pids.json").unlink, missing_ok=True)
+
+    def _lock(self) -> int:
+        """Held by us and by every keeper, so that it is free when nothing of a stack runs any more."""
+        lock = os.open(self.state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._cleanup.callback(os.close, lock)
+        deadline = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise StackFailed(
+                        "another fleet runs in this state directory",
+                        next_step="stop it, or choose another --state-dir",
+                        state_dir=str(self.state_dir),
+                    ) from None
+                self._progress.waiting("the last fleet of this directory to be gone")
+                time.sleep(0.2)
+
+    def _configure(self, *, control: int, cache: int, router: int) -> Config:
+        settings = {
+            "group.base_model": self._engine_settings().base_name,
+            "redis.control_url": f"redis://{HOST}:{control}/0",
+            "redis.cache_url": f"redis://{HOST}:{cache}/0",
+            "store.path": str(self.state_dir / "store"),
+            "router.host": HOST,
+            "router.port": router,
+            "relay.router_url": f"http://{HOST}:{router}",
+            "trainer.router_url": f"http://{HOST}:{router}",
+            "coordinator.min_ready": 1,
+            **self.settings.overrides,
+        }
+        self.config_path.write_text(explain.to_toml(settings), encoding="utf-8")
+        return load_config(self.config_path, environment={})
+
+    def _engine_settings(self) -> EngineSettings:
+        return EngineSettings(model=self.settings.model.absolute(), **self.settings.engine)
+
+    def _start_servers(self, ports: dict[Role, int]) -> None:
+        binary = str(find_binary())
+        for role, port in ports.items():
+            directory = self.state_dir / f"redis-{role}"
+            directory.mkdir(mode=0o700, exist_ok=True)
+            config = directory / "server.conf"
+            config.write_text(
+                render_config(role, directory=directory, port=port, password=None, maxmemory_mb=SERVER_MEMORY_MB)
+            )
+            self.supervisor.start(Spec(name=f"redis-{role}", command=(binary, str(config)), tier=SERVER_TIER))
+        for role, url in ((Role.CONTROL, self.config.redis.control_url), (Role.CACHE, self.config.redis.cache_url)):
+            self._wait(f"{role} server", lambda url=url: _pings(url), SERVER_READY_S)  # type: ignore[misc]
+
+    def _start_engines(self, ports: list[int]) -> None:
+        engine = self._engine_settings()
+        gpus = 0 if self.settings.simulated else gpu_count()
+        for number, port in enumerate(ports):
+            if self.settings.simulated:
+                spec = simulator_spec(engine, number=number, port=port)
+            else:
+                spec = vllm_spec(engine, number=number, replicas=len(ports), port=port, gpus=gpus)
+            self.supervisor.start(spec)
+        kind = "simulated replica" if self.settings.simulated else "vLLM replica"
+        what = f"{len(ports)} {kind}{'s' if len(ports) > 1 else ''}"
+        self._wait(what, lambda: all(answers(f"{url}/health") for url in self.engine_urls.values()), ENGINE_READY_S)
+
+    def _start_services(self) -> None:
+        for name, url in self.engine_urls.items():
+            # agents of one host do not share a stage: each discards what its own engine does not need
+            environment = {"ADAPTERSYNC_AGENT__STAGE_PATH": str(self.state_dir / "staged" / name)}
+            arguments = ("--name", name, "--engine-url", url)
+            self._service(name.replace("replica", "agent"), "agent", *arguments, environment=environment)
+        self._service("coordinator", "coordinator")
+        self._service("worker", "worker")
+        self._service("router", "router", tier=FRONT_TIER)
+        self._wait("agents and coordinator", self._members_ready, FLEET_READY_S)
+        self._wait("router", lambda: answers(f"{self.router_url}/v1/models"), FLEET_READY_S)
+
+    def _service(
+        self,
+        name: str,
+        command: str,
+        *arguments: str,
+        tier: int = SERVICE_TIER,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        commanded = python("adaptersync_tools.cli", command, "--config", str(self.config_path), *arguments)
+        self.supervisor.start(Spec(name=name, command=commanded, environment=environment or {}, tier=tier))
+
+    def _members_ready(self) -> bool:
+        with rq_connection(self.config.redis.control_url) as client:
+            text = client.get(Keys(self.config.group.name).table)
+        members = orjson.loads(text)["members"] if isinstance(text, bytes) else {}
+        # the address tells this life of the fleet from the one that left the table behind
+        return all(
+            (member := members.get(name, {})).get("state") == "ready" and member["url"] == url
+            for name, url in self.engine_urls.items()
+        )
+
+    def _wait(self, what: str, ready: Callable[[], bool], limit_s: float) -> None:
+        self._progress.waiting(what)
+        self._progress.done(what, self.supervisor.wait_for(what, ready, limit_s=limit_s))
+
+
+def answers(url: str) -> bool:
+    """Whether a server says 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=HTTP_TIMEOUT_S) as answer:  # noqa: S310 (our own loopback)
+            return bool(answer.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on now, all different; another program may take one before it is used."""
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in listeners:
+            listener.bind((HOST, 0))
+        return [listener.getsockname()[1] for listener in listeners]
+
+
+def _pings(url: str) -> bool:
+    try:
+        with translated(url), rq_connection(url) as client:
+            return bool(client.ping())
+    except ControlError:
+        return False

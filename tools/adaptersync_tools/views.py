@@ -1,0 +1,281 @@
+"""What the fleet looks like to a person: rows for tables and documents for programs, from what was read. No I/O.
+
+Ages and waits are seconds. A view is healthy when nothing needs an operator; `problems` says what does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from msgspec import Struct
+
+from adaptersync_core.manifest import Manifest
+from adaptersync_core.registry import Ack, Fleet, SeenReplica
+from adaptersync_core.table import Member, RunEntry
+
+NOT_TOLD = ("type", "digest", "seq", "published_at", "engine_epoch", "incarnation", "generation")  # in events
+PHASES = ("staged_s", "verified_s", "loaded_s", "proved_s")
+
+
+class ReplicaView(Struct, frozen=True, kw_only=True):
+    """`holds` of `wanted` versions are accepted in its engine's present life. `age_s`: since its last heartbeat."""
+
+    replica: str
+    state: str
+    reason: str
+    age_s: float | None
+    since_s: float | None
+    holds: int
+    wanted: int
+    slots: int
+    url: str
+    engine: str
+    engine_epoch: str
+
+
+class RunView(Struct, frozen=True, kw_only=True):
+    """`waiting` publications were not taken up yet; `replicas` of `ready` accepted the current version."""
+
+    run: str
+    epoch: int
+    current: str
+    since_s: float | None
+    candidate: str
+    window: list[str]
+    waiting: int
+    replicas: int
+    ready: int
+
+
+class RouterView(Struct, frozen=True, kw_only=True):
+    router: str
+    url: str
+    generation: int
+    behind: int
+    inflight: int
+
+
+class StatusView(Struct, frozen=True, kw_only=True):
+    group: str
+    healthy: bool
+    problems: list[str]
+    generation: int
+    leader: str
+    lease_left_s: float
+    replicas: list[ReplicaView]
+    runs: list[RunView]
+    routers: list[RouterView]
+
+
+class AckView(Struct, frozen=True, kw_only=True):
+    accepted: bool
+    reason: str
+    phases: dict[str, float]
+
+
+class VersionView(Struct, frozen=True, kw_only=True):
+    """`promoted_s` counts from publication; `verified` is None until the stored bytes were read again."""
+
+    version: str
+    run: str
+    seq: int
+    state: str
+    reason: str
+    step: int | None
+    size: int | None
+    rank: int | None
+    noop: bool
+    age_s: float | None
+    promoted_s: float | None
+    verified: bool | None
+    acks: dict[str, AckView]
+
+    def phase(self, name: str) -> float | None:
+        """The slowest replica's seconds in a phase: what the fleet waited for."""
+        return max((ack.phases[name] for ack in self.acks.values() if name in ack.phases), default=None)
+
+
+class Facts(Struct, frozen=True, kw_only=True):
+    """What is kept of one version: its manifest and the fields of its record, each as far as it is still there."""
+
+    version: str
+    run: str
+    seq: int
+    manifest: Manifest | None
+    record: dict[str, str]
+
+
+def status(fleet: Fleet, *, group: str, leader: str, lease_left_s: float, alive_s: float) -> StatusView:
+    """The fleet as it is, and what is wrong with it."""
+    replicas = list(_replicas(fleet))
+    runs = [_run(fleet, run) for run in sorted(fleet.runs.keys() | fleet.table.runs.keys())]
+    routers = [
+        RouterView(
+            router=name,
+            url=report.url,
+            generation=report.generation,
+            behind=max(0, fleet.table.generation - report.generation),
+            inflight=sum(report.inflight.values()),
+        )
+        for name, report in sorted(fleet.routers.items())
+    ]
+    problems = [
+        *_leader_problems(leader, lease_left_s),
+        *_replica_problems(replicas, fleet.table.min_ready, alive_s),
+        *(_run_problem(run) for run in runs if run.current and run.replicas < run.ready),
+        *([] if routers else ["no router reports"]),
+    ]
+    return StatusView(
+        group=group,
+        healthy=not problems,
+        problems=problems,
+        generation=fleet.table.generation,
+        leader=leader if lease_left_s > 0 else "",
+        lease_left_s=max(0.0, lease_left_s),
+        replicas=replicas,
+        runs=runs,
+        routers=routers,
+    )
+
+
+def _replicas(fleet: Fleet) -> Iterator[ReplicaView]:
+    wanted = fleet.table.wanted()
+    for name in sorted(fleet.table.members.keys() | fleet.replicas.keys()):
+        member: Member | None = fleet.table.members.get(name)
+        seen: SeenReplica | None = fleet.replicas.get(name)
+        epoch = seen.report.engine_epoch if seen else ""
+        accepted = [v for v, ack in fleet.acks.get(name, {}).items() if _serves(ack, epoch)]
+        yield ReplicaView(
+            replica=name,
+            state=member.state if member else "unknown",
+            reason=member.reason if member else "the coordinator has not taken it in",
+            age_s=seen.age_s if seen else None,
+            since_s=fleet.now - member.since if member else None,
+            holds=len(set(accepted) & set(wanted)),
+            wanted=len(wanted),
+            slots=seen.report.max_loras if seen else 0,
+            url=member.url if member else seen.report.url if seen else "",
+            engine=seen.report.engine if seen else "",
+            engine_epoch=epoch,
+        )
+
+
+def _run(fleet: Fleet, run: str) -> RunView:
+    entry = fleet.table.runs.get(run, RunEntry(epoch=0, max_staleness=0))
+    current = fleet.table.versions.get(entry.current or "")
+    ready = fleet.table.ready()
+    epochs = {name: seen.report.engine_epoch for name, seen in fleet.replicas.items()}
+    holding = [
+        name
+        for name in ready
+        if (ack := fleet.acks.get(name, {}).get(entry.current or "")) and _serves(ack, epochs.get(name, ""))
+    ]
+    return RunView(
+        run=run,
+        epoch=fleet.runs[run].epoch if run in fleet.runs else entry.epoch,
+        current=entry.current or "",
+        since_s=fleet.now - current.since if current else None,
+        candidate=fleet.table.candidate(run) or "",
+        window=fleet.table.window(run),
+        waiting=len(fleet.published.get(run, ())),
+        replicas=len(holding),
+        ready=len(ready),
+    )
+
+
+def _serves(ack: Ack, engine_epoch: str) -> bool:
+    return ack.accepted and bool(engine_epoch) and ack.engine_epoch == engine_epoch
+
+
+def _leader_problems(leader: str, lease_left_s: float) -> Iterator[str]:
+    if not leader:
+        yield "no coordinator has ever led this group"
+    elif lease_left_s <= 0:
+        yield f"no coordinator leads; {leader} stopped {duration(-lease_left_s)} ago"
+
+
+def _replica_problems(replicas: list[ReplicaView], min_ready: int, alive_s: float) -> Iterator[str]:
+    ready = sum(replica.state == "ready" for replica in replicas)
+    if ready < min_ready:
+        yield f"{ready} replicas are ready, {min_ready} are needed"
+    for replica in replicas:
+        if replica.state not in ("ready", "draining"):
+            yield f"{replica.replica} is {replica.state}: {replica.reason or 'no reason known'}"
+        elif replica.age_s is None or replica.age_s > alive_s:
+            yield f"{replica.replica} is silent" + (f" for {duration(replica.age_s)}" if replica.age_s else "")
+
+
+def _run_problem(run: RunView) -> str:
+    return f"{run.current} is held by {run.replicas} of {run.ready} ready replicas"
+
+
+def versions(facts: list[Facts], fleet: Fleet) -> list[VersionView]:
+    """One view a version, in the order given."""
+    return [_version(each, fleet) for each in facts]
+
+
+def _version(facts: Facts, fleet: Fleet) -> VersionView:
+    manifest, record = facts.manifest, facts.record
+    published_at = manifest.created_at if manifest else None
+    promoted_at = float(record["current_at"]) if "current_at" in record else None
+    state = record.get("state", "published")
+    return VersionView(
+        version=facts.version,
+        run=facts.run,
+        seq=facts.seq,
+        state=state,
+        reason=record.get("reason", ""),
+        step=manifest.step if manifest else None,
+        size=manifest.size if manifest else None,
+        rank=manifest.shape.rank if manifest else None,
+        noop=bool(manifest and manifest.shape.noop),
+        age_s=fleet.now - published_at if published_at is not None else None,
+        promoted_s=promoted_at - published_at if promoted_at is not None and published_at is not None else None,
+        verified=record["verified_ok"] == "true" if "verified_ok" in record else None,
+        acks={
+            replica: AckView(accepted=ack.accepted, reason=ack.reason, phases=ack.phases)
+            for replica, acks in sorted(fleet.acks.items())
+            if (ack := acks.get(facts.version))
+        },
+    )
+
+
+def tell(fields: Mapping[str, str]) -> tuple[str, str]:
+    """(whom it concerns, what happened) of an event, from its stream fields; works for events not known yet."""
+    rest = {name: value for name, value in fields.items() if name not in NOT_TOLD}
+    subject = next((rest.pop(name) for name in ("version", "replica", "run", "coordinator") if name in rest), "")
+    said = []
+    if "accepted" in rest:
+        said.append(f"{'accepted' if rest.pop('accepted') == 'true' else 'refused'} by {rest.pop('replica', '?')}")
+    said += [rest.pop(name) for name in ("state", "reason") if name in rest]
+    said += [_told(name, value) for name, value in rest.items()]
+    return subject, "  ".join(each for each in said if each)
+
+
+def _told(name: str, value: str) -> str:
+    if name.endswith("_s"):
+        return f"{name[:-2]} {duration(float(value))}"
+    if name == "size":
+        return size(int(value))
+    if value in ("true", "false"):
+        return name if value == "true" else f"not {name}" if name == "ok" else ""
+    return f"{name.replace('_', ' ')} {value}"
+
+
+def duration(seconds: float) -> str:
+    """As short as it can be read: 40 ms, 1.5 s, 12 s, 3 min, 2 h, 5 d."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    for limit, unit, size in ((120, "s", 1), (7200, "min", 60), (172_800, "h", 3600)):
+        if seconds < limit:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"
+
+
+def size(count: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,263 @@
+"""The guided tour: `python -m adaptersync_tools.quickstart`.
+
+Warms up a small base model, starts a fleet on this machine, trains an adapter on it with TRL, shows how it goes, stops
+everything, and says what came of it. Each run has a directory of its own below `--out`; the base model is made once.
+With `--simulated` the replicas are simulated and the trainer is synthetic: the same path, without torch or vLLM.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import orjson
+
+from adaptersync_core.registry import Registry
+from adaptersync_tools import evidence, summary
+from adaptersync_tools.cli.common import run_command, visit
+from adaptersync_tools.cli.local import interrupt_on_sigterm
+from adaptersync_tools.live import Live
+from adaptersync_tools.output import Narrator, console
+from adaptersync_tools.report import show
+from adaptersync_tools.supervisor import Service, Spec, StackFailed, Supervisor, python
+from adaptersync_tools.up import Stack, StackSettings
+
+KEPT_RUNS = 3
+WARM_UP_S = 900.0  # about 45 s of work on two free cores
+STEP_S = 120.0  # without a new step for so long, training hangs
+SETTLE_S = 120.0
+LOOK_S = 0.5
+PAGE = 1000
+RUN = "quickstart"
+REAL_ENGINE = {"max_lora_rank": 8, "max_num_seqs": 128, "max_model_len": 128}  # LoRA is slower with a higher rank
+
+
+class Tour:
+    """One run of the quickstart."""
+
+    def __init__(self, *, steps: int, replicas: int, simulated: bool, reward: str, out: Path) -> None:
+        self.steps = steps
+        self.replicas = replicas
+        self.simulated = simulated
+        self.reward = "synthetic" if simulated else reward
+        self.out = out.absolute()
+        self.directory = self.out / datetime.now(tz=UTC).strftime("run-%Y%m%d-%H%M%S")
+        self.durations: dict[str, float] = {}
+        self.console = console()
+        self.narrator = Narrator(self.console)
+
+    def run(self) -> summary.Summary:
+        """From nothing to a summary; leaves no process behind."""
+        self.directory.mkdir(parents=True)
+        self._forget_old_runs()
+        try:
+            base = self._timed("base model", self._base_model)
+            stack = Stack(
+                StackSettings(
+                    model=base,
+                    state_dir=self.directory / "fleet",
+                    replicas=self.replicas,
+                    simulated=self.simulated,
+                    engine={} if self.simulated else REAL_ENGINE,
+                    overrides={"trainer.run": RUN, "coordinator.min_ready": self.replicas},
+                ),
+                self.narrator,
+            )
+            began = time.monotonic()
+            with stack:
+                self.durations["start of the fleet"] = time.monotonic() - began
+                self._timed("training", lambda: self._train(stack, base))
+                self._timed("last outcome", lambda: self._settle(stack))
+                found = self._collect(stack)
+                began = time.monotonic()
+            self.durations["stop"] = time.monotonic() - began
+        finally:
+            self.narrator.quiet()
+        found = msgspec.structs.replace(found, durations=self.durations)
+        (self.directory / "summary.json").write_bytes(
+            orjson.dumps(msgspec.to_builtins(found), option=orjson.OPT_INDENT_2)
+        )
+        return found
+
+    def _forget_old_runs(self) -> None:
+        for old in sorted(self.out.glob("run-*"))[:-KEPT_RUNS]:
+            shutil.rmtree(old)
+        latest = self.out / "latest"
+        latest.unlink(missing_ok=True)
+        latest.symlink_to(self.directory.name)
+
+    def _base_model(self) -> Path:
+        if self.simulated:
+            from adaptersync_tools.demo.synthetic import write_base_model
+
+            return write_base_model(self.out / "base-synthetic")
+        with Supervisor(self.directory) as supervisor:
+            command = python("adaptersync_tools.demo.warmup", "--dir", str(self.out))
+            service = supervisor.start(Spec(name="warmup", command=command, tier=0, restart=False))
+            self.narrator.waiting("the base model (made once, about a minute)")
+            _to_the_end(service, WARM_UP_S, lambda: None)
+        for line in reversed(service.log_path.read_bytes().splitlines()):
+            if line.startswith(b"{") and (event := orjson.loads(line)).get("event") == "ready":
+                return Path(event["base"])
+        raise StackFailed("warm-up did not say where the base model is", log=str(service.log_path))
+
+    def _train(self, stack: Stack, base: Path) -> None:
+        out = self.directory / "train"
+        arguments = ["--run", RUN, "--steps", str(self.steps), "--out", str(out)]
+        module = "adaptersync_tools.demo.synthetic"
+        if not self.simulated:
+            module = "adaptersync_tools.demo.train"
+            arguments += ["--base", str(base), "--reward", self.reward]
+        service = stack.run("train", module, *arguments)
+        with Live(self.console, stack.config, run=RUN, steps=self.steps, lines=out / "steps.jsonl") as live:
+            progressed = time.monotonic()
+
+            def look() -> None:
+                nonlocal progressed
+                stack.check()
+                if live.look():
+                    progressed = time.monotonic()
+                if time.monotonic() - progressed > STEP_S:
+                    raise StackFailed("training makes no steps", next_step="read its log", log=str(service.log_path))
+
+            _to_the_end(service, float("inf"), look)
+            live.look()
+
+    def _settle(self, stack: Stack) -> None:
+        """Until every published version has its outcome."""
+
+        async def waiting(registry: Registry) -> list[str]:
+            names = [name for name, _ in await registry.published(RUN)]
+            records = await registry.records(names)
+            done = ("current", "retained", "retiring", "retired", "superseded", "rolled_back", "voided")
+            return [name for name, (_, record) in zip(names, records, strict=True) if record.get("state") not in done]
+
+        stack.supervisor.wait_for(
+            "the outcome of the last version",
+            lambda: not visit(stack.config, waiting),
+            limit_s=SETTLE_S,
+            interval_s=LOOK_S,
+        )
+
+    def _collect(self, stack: Stack) -> summary.Summary:
+        async def read(registry: Registry) -> tuple[list[dict[str, str]], list[dict[str, str]], list[Any], list[str]]:
+            events = await _whole_stream(registry, registry.keys.events)
+            rows = await _whole_stream(registry, registry.keys.rollouts)
+            kept = await registry.records([name for name, _ in await registry.published(RUN)])
+            table = await registry.table()
+            return events, rows, [manifest.timings for manifest, _ in kept if manifest], table.window(RUN)
+
+        events, rows, timings, window = visit(stack.config, read)
+        steps = read_lines(self.directory / "train" / "steps.jsonl")
+        versions, rollouts = summary.versions_of(events), summary.rollouts_of(rows)
+        cache = None
+        if len(window) >= 2:  # before the first two promotions there is nothing to keep apart
+            cache = evidence.prefix_cache(stack.router_url, (window[0], window[1]), seed=time.time_ns())
+        if self.simulated:
+            pauses: int | None = evidence.pauses_of_simulators(stack.engine_urls.values())
+        else:
+            pauses = evidence.pauses_in_logs(sorted(stack.logs.glob("engine-*.log")))
+        objections = summary.judge(
+            reward_function=self.reward,
+            wanted_steps=self.steps,
+            steps=steps,
+            versions=versions,
+            rollouts=rollouts,
+            prefix_cache=cache,
+            pauses=pauses,
+        )
+        return summary.Summary(
+            run=RUN,
+            mode="simulated" if self.simulated else "trl",
+            reward_function=self.reward,
+            replicas=self.replicas,
+            steps=len(steps),
+            sound=not objections,
+            objections=objections,
+            reward=summary.reward_of([step["reward"] for step in steps if "reward" in step]),
+            ratio=summary.spread_of([step["ratio"] for step in steps if "ratio" in step]),
+            versions=versions,
+            latency=summary.latency_of(events, timings),
+            rollouts=rollouts,
+            prefix_cache=cache,
+            pauses=pauses,
+            restarts={name: each.restarts for name, each in stack.supervisor.services.items() if each.restarts},
+            durations={},
+        )
+
+    def _timed(self, what: str, work: Callable[[], Any]) -> Any:
+        began = time.monotonic()
+        result = work()
+        self.durations[what] = time.monotonic() - began
+        self.narrator.done(what, self.durations[what])
+        return result
+
+
+def _to_the_end(service: Service, limit_s: float, look: Callable[[], None]) -> None:
+    """Until the program ended well; `look` is called all the while. StackFailed when it failed, or is late."""
+    deadline = time.monotonic() + limit_s
+    while service.returncode is None:
+        if time.monotonic() > deadline:
+            raise StackFailed(
+                f"{service.spec.name} takes too long", next_step="read its log", log=str(service.log_path)
+            )
+        look()
+        time.sleep(LOOK_S)
+    if service.returncode:
+        raise StackFailed(
+            f"{service.spec.name} failed with {service.returncode}: {service.last_words()}",
+            next_step="read its log",
+            log=str(service.log_path),
+        )
+
+
+async def _whole_stream(registry: Registry, key: str) -> list[dict[str, str]]:
+    found: list[dict[str, str]] = []
+    after = "-"
+    while page := await registry.client.command("XRANGE", key, after, "+", "COUNT", PAGE):
+        found += [fields for _, fields in page]
+        after = f"({page[-1][0]}"
+    return found
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Whole JSON lines; the last one may still be on its way."""
+    if not path.exists():
+        return []
+    return [orjson.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--steps", type=click.IntRange(1, 10_000), default=60, show_default=True, help="Optimizer steps.")
+@click.option("--replicas", type=click.IntRange(1, 16), default=2, show_default=True, help="vLLM servers.")
+@click.option("--simulated", is_flag=True, help="Simulated replicas and a synthetic trainer: no torch, no vLLM.")
+@click.option("--reward", type=click.Choice(["exact", "coin"]), default="exact", show_default=True,
+              help="What answers are rewarded for; coin is the control that must not learn.")  # fmt: skip
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("runs/quickstart"),
+              show_default=True, help="Where runs are kept, the last few of them.")  # fmt: skip
+def quickstart(steps: int, replicas: int, simulated: bool, reward: str, out: Path) -> int:
+    """Train a LoRA adapter on a fleet of vLLM servers, all on this machine.
+
+    Exit status 0 when the run was sound, 1 when it was not; the reasons are in the summary.
+
+    \b
+    Examples:
+      tools/quickstart --simulated
+      tools/quickstart --steps 60
+    """
+    interrupt_on_sigterm()
+    tour = Tour(steps=steps, replicas=replicas, simulated=simulated, reward=reward, out=out)
+    found = tour.run()
+    show(found, tour.directory, tour.console)
+    return 0 if found.sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(quickstart, None, "quickstart"))

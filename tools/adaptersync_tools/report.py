@@ -1,0 +1,85 @@
+"""The summary of a run as a person reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from adaptersync_tools.output import table
+from adaptersync_tools.summary import Summary
+from adaptersync_tools.views import duration
+
+FEW = 6  # entries of a long list that are shown
+
+
+def show(found: Summary, directory: Path, console: Console) -> None:
+    console.print()
+    console.print(table(_title(found), ("", ""), _rows(found)))
+    phases = [(name, _ms(each.p50), _ms(each.max), each.count) for name, each in found.latency.items()]
+    console.print(table("Latency, milliseconds", ("phase", "p50>", "max>", "count>"), phases))
+    if found.sound:
+        console.print(Text("✓ the run was sound", "bold green"))
+    for objection in found.objections:
+        console.print(Text(f"✗ {objection}", "bold red"))
+    console.print(Text.assemble(("summary  ", "dim"), str(directory / "summary.json")))
+    console.print(Text.assemble(("logs     ", "dim"), str(directory / "fleet" / "logs")))
+
+
+def _title(found: Summary) -> str:
+    what = "synthetic trainer, simulated replicas" if found.mode == "simulated" else "TRL and vLLM"
+    return f"{found.steps} steps on {found.replicas} replicas ({what})"
+
+
+def _rows(found: Summary) -> list[tuple[str, str | Text]]:
+    rows: list[tuple[str, str | Text]] = []
+    if found.reward:
+        reward = found.reward
+        rows.append(
+            (
+                "reward",
+                Text.assemble(
+                    f"{reward.first:.3f} ± {reward.first_error:.3f} → ",
+                    (f"{reward.last:.3f} ± {reward.last_error:.3f}", "bold"),
+                    f"   first and last {reward.steps} steps, {reward.gain_errors:+.1f} standard errors",
+                ),
+            )
+        )
+    if found.ratio:
+        rows.append(("ratio", f"{found.ratio.mean:.4f} mean, {found.ratio.low:.4f} to {found.ratio.high:.4f}"))
+    rows.append(("versions", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in found.versions.items())))
+    rollouts = found.rollouts
+    given_up = f", {rollouts.given_up} given up by the trainer" if rollouts.given_up else ""
+    rows.append(("rollouts", f"{rollouts.ok} served, {rollouts.failed} failed{given_up}"))
+    rows.append(("by replica", _counts(rollouts.by_replica)))
+    rows.append(("by version", _counts({name.rpartition("-")[0]: n for name, n in rollouts.by_version.items()})))
+    rows.append(("routing", _counts(rollouts.by_routing)))
+    if rollouts.prompt_tokens:
+        share = rollouts.cached_tokens / rollouts.prompt_tokens
+        rows.append(("prefix cache", f"{share:.0%} of {rollouts.prompt_tokens} prompt tokens came from it"))
+    cache = found.prefix_cache
+    if cache:
+        rows.append(
+            (
+                "kept apart",
+                f"same prompt again, {cache.across_tokens} tokens cached in {cache.across_answers} answers of another "
+                f"version, {cache.within_tokens} in {cache.within_answers} of the same",
+            )
+        )
+    rows.append(("pauses", "not known" if found.pauses is None else f"{found.pauses} sent to engines"))
+    if found.restarts:
+        rows.append(("restarts", _counts(found.restarts)))
+    rows.append(("time", ", ".join(f"{name} {duration(seconds)}" for name, seconds in found.durations.items())))
+    return rows
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    shown = [f"{name} {count}" for name, count in list(counts.items())[:FEW]]
+    more = len(counts) - len(shown)
+    return ", ".join([*shown, *([f"and {more} more"] if more > 0 else [])])
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f}"

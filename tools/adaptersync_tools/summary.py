@@ -1,0 +1,213 @@
+"""What a run came to, from what it left behind: step lines, events, ledger rows, manifests. No I/O.
+
+`judge` says what keeps a run from being sound. A synthetic run has no reward and no ratio, so none is judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, median, variance
+from typing import Any
+
+from msgspec import Struct
+
+EDGE_STEPS = 10  # the first and the last steps that are compared
+GAIN_ERRORS = 5.0  # by how many standard errors the reward must have risen
+RATIO_RANGE = (0.98, 1.02)
+ENDED_WELL = ("ok",)
+GIVEN_UP = ("client_gone", "stopped")  # the trainer or the stop ended them, not the fleet
+
+Fields = Mapping[str, str]
+
+
+class Reward(Struct, frozen=True, kw_only=True):
+    """Means of the first and last `steps` steps, each with its standard error; `gain_errors` of their difference."""
+
+    steps: int
+    first: float
+    first_error: float
+    last: float
+    last_error: float
+    gain_errors: float
+
+
+class Spread(Struct, frozen=True, kw_only=True):
+    low: float
+    mean: float
+    high: float
+
+
+class Latency(Struct, frozen=True, kw_only=True):
+    """Seconds."""
+
+    p50: float
+    max: float
+    count: int
+
+
+class Rollouts(Struct, frozen=True, kw_only=True):
+    """`given_up` were ended by their client or by the stop; `failed` is what the fleet owed and did not give."""
+
+    total: int
+    ok: int
+    failed: int
+    given_up: int
+    by_version: dict[str, int]
+    by_replica: dict[str, int]
+    by_routing: dict[str, int]
+    by_outcome: dict[str, int]
+    cached_tokens: int
+    prompt_tokens: int
+
+
+class PrefixCache(Struct, frozen=True, kw_only=True):
+    """vLLM's `cached_tokens` of answers whose prompt the replica had before: under the same version, or another."""
+
+    versions: tuple[str, str]
+    within_answers: int
+    within_tokens: int
+    across_answers: int
+    across_tokens: int
+    holds: bool
+
+
+class Summary(Struct, frozen=True, kw_only=True):
+    """Everything a run is judged by; `sound` when `objections` is empty."""
+
+    run: str
+    mode: str
+    reward_function: str
+    replicas: int
+    steps: int
+    sound: bool
+    objections: list[str]
+    reward: Reward | None
+    ratio: Spread | None
+    versions: dict[str, int]
+    latency: dict[str, Latency]
+    rollouts: Rollouts
+    prefix_cache: PrefixCache | None
+    pauses: int | None
+    restarts: dict[str, int]
+    durations: dict[str, float]
+
+
+def reward_of(rewards: Sequence[float]) -> Reward | None:
+    """None when there are too few steps to say anything."""
+    count = min(EDGE_STEPS, len(rewards) // 2)
+    if count < 2:
+        return None
+    first, last = rewards[:count], rewards[-count:]
+    errors = [math.sqrt(variance(part) / count) for part in (first, last)]
+    error = math.hypot(*errors)
+    gain = fmean(last) - fmean(first)
+    return Reward(
+        steps=count,
+        first=fmean(first),
+        first_error=errors[0],
+        last=fmean(last),
+        last_error=errors[1],
+        gain_errors=gain / error if error else math.copysign(999.0, gain) if gain else 0.0,
+    )
+
+
+def spread_of(values: Sequence[float]) -> Spread | None:
+    return Spread(low=min(values), mean=fmean(values), high=max(values)) if values else None
+
+
+def versions_of(events: Iterable[Fields]) -> dict[str, int]:
+    """How many versions were published, and what became of them."""
+    kinds = {
+        "published": "adapter.published",
+        "promoted": "version.promoted",
+        "superseded": "version.superseded",
+        "rolled_back": "version.rolled_back",
+        "voided": "version.voided",
+    }
+    seen = Counter(event.get("type", "") for event in events)
+    return {name: seen[kind] for name, kind in kinds.items()}
+
+
+def latency_of(events: Iterable[Fields], timings: Iterable[Mapping[str, float]]) -> dict[str, Latency]:
+    """Per phase: what the trainer spent (from manifests), each replica (from acks), and the fleet until promotion."""
+    found: dict[str, list[float]] = {}
+    for spent in timings:
+        for name, value in spent.items():
+            found.setdefault(f"trainer {name.removesuffix('_s')}", []).append(value)
+    for event in events:
+        if event.get("type") == "replica.acked" and event.get("accepted") == "true":
+            for phase in ("staged_s", "verified_s", "loaded_s", "proved_s"):
+                if phase in event:
+                    found.setdefault(phase.removesuffix("_s"), []).append(float(event[phase]))
+        elif event.get("type") == "version.promoted" and "waited_s" in event:
+            found.setdefault("publish → promoted", []).append(float(event["waited_s"]))
+    return {name: Latency(p50=median(values), max=max(values), count=len(values)) for name, values in found.items()}
+
+
+def rollouts_of(rows: Iterable[Fields]) -> Rollouts:
+    """Of the ledger; a row that was written twice counts once."""
+    unique = {row["request_id"]: row for row in rows}.values()
+
+    def count(field: str) -> dict[str, int]:
+        return dict(Counter(row[field] for row in unique if row.get(field)).most_common())
+
+    outcomes = Counter(row["outcome"] for row in unique)
+    ok = sum(outcomes[name] for name in ENDED_WELL)
+    given_up = sum(outcomes[name] for name in GIVEN_UP)
+    return Rollouts(
+        total=len(unique),
+        ok=ok,
+        given_up=given_up,
+        failed=len(unique) - ok - given_up,
+        by_version=count("version"),
+        by_replica=count("replica"),
+        by_routing=count("routing"),
+        by_outcome=dict(outcomes),
+        cached_tokens=sum(int(row.get("cached_tokens") or 0) for row in unique),
+        prompt_tokens=sum(int(row.get("prompt_tokens") or 0) for row in unique),
+    )
+
+
+def judge(
+    *,
+    reward_function: str,
+    wanted_steps: int,
+    steps: Sequence[Mapping[str, Any]],
+    versions: Mapping[str, int],
+    rollouts: Rollouts,
+    prefix_cache: PrefixCache | None,
+    pauses: int | None,
+) -> list[str]:
+    """Why the run is not sound; empty when it is."""
+    found = []
+    if len(steps) < wanted_steps:
+        found.append(f"only {len(steps)} of {wanted_steps} steps were made")
+    if reward_function == "exact" and len(steps) >= 2 * EDGE_STEPS:
+        reward = reward_of([step["reward"] for step in steps])
+        if reward is None or reward.gain_errors < GAIN_ERRORS:
+            gain = reward.gain_errors if reward else 0.0
+            found.append(f"reward rose by {gain:.1f} standard errors, less than {GAIN_ERRORS:g}")
+    ratio = spread_of([step["ratio"] for step in steps if "ratio" in step])
+    if ratio is not None and not RATIO_RANGE[0] <= ratio.mean <= RATIO_RANGE[1]:
+        found.append(f"mean ratio {ratio.mean:.4f} is outside {RATIO_RANGE[0]} to {RATIO_RANGE[1]}")
+    for fate in ("rolled_back", "voided"):
+        if versions[fate]:
+            found.append(f"{versions[fate]} versions were {fate.replace('_', ' ')}")
+    missing = versions["published"] - versions["promoted"] - versions["superseded"] - versions["rolled_back"]
+    if missing > 0:
+        found.append(f"{missing} published versions have no outcome")
+    if not versions["promoted"]:
+        found.append("no version was promoted")
+    if rollouts.failed:
+        found.append(f"{rollouts.failed} rollouts failed")
+    if not rollouts.ok:
+        found.append("no rollout is in the ledger")
+    if pauses is None:
+        found.append("the engines do not say how often they were paused")
+    elif pauses:
+        found.append(f"{pauses} pauses were sent to engines")
+    if prefix_cache is not None and not prefix_cache.holds:
+        found.append("prefix cache is not kept apart by version, or is not used within one")
+    return found

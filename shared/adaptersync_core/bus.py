@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from adaptersync_core.errors import ControlError, ControlUnavailable
 from adaptersync_core.redis import Entry, RedisClient
@@ -39,7 +39,7 @@ class Bell:
         return True
 
 
-async def follow(url: str, stream: str, *, name: str, after: str = "$") -> AsyncIterator[list[Entry]]:
+async def follow(url: str, stream: str, *, name: str, after: str = "$") -> AsyncGenerator[list[Entry], None]:
     """Batches of entries later than `after`, for ever. An empty batch: the place was lost, look at the records."""
     client = RedisClient.blocking(url, name=name, block_s=BLOCK_S)
     try:

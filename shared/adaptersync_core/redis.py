@@ -101,38 +101,36 @@ def rq_connection(url: str) -> redis.Redis:
 
 @contextlib.contextmanager
 def translated(url: str) -> Iterator[None]:
-    """Turn what the client raises into our errors."""
+    """Turn what the client raises into our errors.
+
+    The client sends under `wait_for`, which before Python 3.12 loses a cancellation that meets a finished write: it is
+    made up for when the call has ended.
+    """
     where = url.rsplit("@", 1)[-1]  # never a password
-    task = _task()
+    task = _current_task()
     asked = task.cancelling() if task else 0
     try:
         yield
-        # the client sends under `wait_for`, which before Python 3.12 loses a cancellation that meets a finished write
+    except (RedisError, OSError) as error:
         if task and task.cancelling() > asked:
-            raise asyncio.CancelledError
-    except (AuthenticationError, NoPermissionError) as error:
-        raise ControlError(
-            f"Redis refused: {error}", next_step="check user and password of this service", redis=where
-        ) from error
-    except (
-        redis.exceptions.ConnectionError,
-        redis.exceptions.TimeoutError,
-        redis.exceptions.BusyLoadingError,
-        OSError,
-    ) as error:
-        raise ControlUnavailable(
-            f"Redis cannot be reached: {error}", next_step="check the server", redis=where
-        ) from error
-    except RedisError as error:
-        if isinstance(error, OutOfMemoryError | ReadOnlyError) or str(error).startswith(PASSING):
-            raise ControlUnavailable(
-                f"Redis cannot answer now: {error}", next_step="check the server", redis=where
-            ) from error
-        raise ControlError(f"Redis refused: {error}", redis=where) from error
+            raise asyncio.CancelledError from error
+        raise _ours(error, where) from error
+    if task and task.cancelling() > asked:
+        raise asyncio.CancelledError
 
 
-def _task() -> asyncio.Task[Any] | None:
-    """The task we run in; None outside a loop, where blocking clients are used."""
+def _ours(error: RedisError | OSError, where: str) -> ControlError:
+    if isinstance(error, AuthenticationError | NoPermissionError):
+        return ControlError(f"Redis refused: {error}", next_step="check user and password of this service", redis=where)
+    if isinstance(error, OSError | redis.exceptions.ConnectionError | redis.exceptions.TimeoutError):
+        return ControlUnavailable(f"Redis cannot be reached: {error}", next_step="check the server", redis=where)
+    if isinstance(error, OutOfMemoryError | ReadOnlyError) or str(error).startswith(PASSING):
+        return ControlUnavailable(f"Redis cannot answer now: {error}", next_step="check the server", redis=where)
+    return ControlError(f"Redis refused: {error}", redis=where)
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    """None in a thread without a loop: rq's client is used there."""
     try:
         return asyncio.current_task()
     except RuntimeError:

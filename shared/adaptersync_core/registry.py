@@ -372,8 +372,8 @@ class Registry:
         reads = [(("GET", self.keys.manifest(name)), ("HGETALL", self.keys.version(name))) for name in adapter_ids]
         replies = iter(await self.client.pipeline([command for pair in reads for command in pair]))
         return [
-            (None if text is None else msgspec.json.decode(text, type=Manifest), fields)
-            for text, fields in zip(replies, replies, strict=True)
+            (None if text is None else _from_json(name, text, Manifest), fields)
+            for name, text, fields in zip(adapter_ids, replies, replies, strict=True)
         ]
 
     async def verified(self, adapter_id: str, *, ok: bool, reason: str) -> bool:
@@ -398,9 +398,9 @@ class Registry:
         names = await self.client.command("ZRANGE", self.keys.published(run), seq, seq, "BYSCORE")
         return names[0] if names else None
 
-    async def request(self, request: Request) -> str:
-        """Ask the coordinator for something; returns the request's id."""
-        request_id = f"{request.kind}-{secrets.token_hex(4)}"
+    async def request(self, request: Request, *, request_id: str = "") -> str:
+        """Ask the coordinator for something; returns the request's id. To repeat a call, give it the id it had."""
+        request_id = request_id or f"{request.kind}-{secrets.token_hex(4)}"
         reply = await self._run(
             "request", (self.keys.requests,), request_id, msgspec.json.encode(request), OPEN_REQUESTS
         )

@@ -1,0 +1,33 @@
+"""A registry on a real server, and the same one behind a proxy that loses replies."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from adaptersync_core.keys import Keys
+from adaptersync_core.redis import RedisClient
+from adaptersync_core.registry import Registry
+from support.proxy import FaultProxy
+
+
+@pytest.fixture
+async def registry(redis_url: str) -> AsyncIterator[Registry]:
+    client = RedisClient(redis_url, name="test")
+    yield Registry(client, Keys("group"))
+    await client.close()
+
+
+@pytest.fixture
+async def proxy(redis_url: str) -> AsyncIterator[FaultProxy]:
+    async with FaultProxy("127.0.0.1", int(redis_url.rpartition(":")[2].partition("/")[0])) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+async def through(proxy: FaultProxy) -> AsyncIterator[Registry]:
+    """What is lost on the way here is up to the proxy."""
+    client = RedisClient(f"redis://127.0.0.1:{proxy.port}/0", name="test-through", timeout_s=2.0)
+    yield Registry(client, Keys("group"))
+    await client.close()

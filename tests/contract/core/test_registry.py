@@ -1,0 +1,92 @@
+"""What is read back of everything that was written, and of what cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from adaptersync_core.registry import PUBLICATIONS_AT_ONCE, Ack, Decision, Registry, ReplicaReport, Request
+from adaptersync_core.table import RunEntry, Table
+from support.artifacts import manifest_of, small_adapter
+from support.world import manifest, name_of
+
+REPORT = ReplicaReport(
+    url="http://r1",
+    base_model="base",
+    engine_epoch="1.25",
+    max_loras=4,
+    max_cpu_loras=4,
+    max_lora_rank=16,
+    block_size=16,
+)
+
+
+async def test_an_empty_server_is_an_empty_fleet(registry: Registry) -> None:
+    fleet = await registry.fleet()
+    assert fleet.table == Table()
+    assert not fleet.runs
+    assert not fleet.replicas
+    assert fleet.now > 1_700_000_000
+    assert await registry.table() == Table()
+    assert await registry.manifest("run-v1-0123456789ab") is None
+    assert await registry.version("run-v1-0123456789ab") is None
+    assert await registry.runs() == []
+    assert await registry.published("run") == []
+
+
+async def test_only_publications_that_were_not_considered_are_read_and_not_too_many(registry: Registry) -> None:
+    await registry.begin_run("run", nonce="n", max_staleness=1, trainer="t")
+    for seq in range(1, PUBLICATIONS_AT_ONCE + 4):
+        await registry.publish(manifest("run", seq), published_at=1)
+    fleet = await registry.fleet()
+    assert [one.seq for one in fleet.published["run"]] == list(range(1, PUBLICATIONS_AT_ONCE + 1))
+    token = (await registry.lead("c", lease_s=30)).token
+    table = Table(generation=1, runs={"run": RunEntry(epoch=1, max_staleness=1, considered=65)})
+    await registry.decide(Decision(table=table), token=token, alive_s=5)
+    assert [one.seq for one in (await registry.fleet()).published["run"]] == [66, 67]
+    assert await registry.find_seq("run", 66) == name_of("run", 66)
+
+
+async def test_what_cannot_be_read_is_left_out_and_does_not_stop_the_rest(
+    registry: Registry, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another release, or somebody with redis-cli, wrote it: the group goes on without that record."""
+    write = registry.client.command
+    keys = registry.keys
+    good = manifest_of(small_adapter(tmp_path / "a"), seq=2)
+    await registry.begin_run("run", nonce="n", max_staleness=1, trainer="t")
+    await registry.publish(good, published_at=1)
+    await registry.report_replica("r1", REPORT)
+    ack = Ack(accepted=True, engine_epoch="1")
+    await registry.ack("r1", good.adapter_id, ack)
+
+    await write("SET", keys.manifest("run-v1-0123456789ab"), '{"run": 5}', "EX", 60)
+    await write("ZADD", keys.published("run"), 1, "run-v1-0123456789ab", 3, "run-v3-0123456789ab")
+    await write("ZADD", keys.replicas, 10**13, "r2", 10**13, "r3")
+    await write("HSET", keys.replica("r2"), "heartbeat_ms", 1, "url", "x")
+    await write("EXPIRE", keys.replica("r2"), 60)
+    await write("HSET", keys.acks("r1"), "run-v1-0123456789ab", "not JSON")
+    await write("HSET", keys.requests, "q", "[]")
+    await write("ZADD", keys.routers, 10**13, "g1")
+    await write("HSET", keys.router("g1"), "generation", "many")
+    await write("EXPIRE", keys.router("g1"), 60)
+    await write("SADD", keys.runs, "other")
+    await write("HSET", keys.run("other"), "epoch", "x")
+
+    fleet = await registry.fleet()
+    assert fleet.published == {"run": (good,), "other": ()}
+    assert list(fleet.replicas) == ["r1"]
+    assert fleet.acks["r1"] == {good.adapter_id: ack}
+    assert list(fleet.runs) == ["run"]
+    assert fleet.routers == {}
+    assert fleet.requests == {"q": Request(kind="unreadable", run="")}
+    assert await registry.manifest("run-v1-0123456789ab") is None
+    for name in ("run-v1-0123456789ab", "r2", "g1", "other", "q"):
+        assert f"record of {name} is left out" in caplog.text
+
+
+async def test_a_field_of_a_later_release_is_ignored(registry: Registry) -> None:
+    await registry.report_replica("r1", REPORT)
+    await registry.client.command("HSET", registry.keys.replica("r1"), "new_field", "[1, {", "other", "text")
+    assert (await registry.fleet()).replicas["r1"].report == REPORT

@@ -1,0 +1,488 @@
+"""Every script keeps its promise on both servers, and once more when its reply was lost, and lost again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from adaptersync_core.errors import Conflict, ControlError, ControlUnavailable, Fenced, NameTaken
+from adaptersync_core.events import ReplicaState, VersionPromoted, from_fields
+from adaptersync_core.manifest import Manifest
+from adaptersync_core.registry import (
+    OPEN_REQUESTS,
+    Ack,
+    Decision,
+    Need,
+    Registry,
+    ReplicaReport,
+    Request,
+    RouterReport,
+    VersionRecord,
+)
+from adaptersync_core.table import LiveVersion, Member, RunEntry, Table
+from support.artifacts import manifest_of, small_adapter
+from support.proxy import Fault, FaultProxy
+
+REPORT = ReplicaReport(
+    url="http://r1",
+    base_model="base",
+    engine_epoch="1700000000.25",
+    max_loras=4,
+    max_cpu_loras=4,
+    max_lora_rank=16,
+    block_size=16,
+)
+ALIVE_S = 5.0
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    return manifest_of(small_adapter(tmp_path / "a"))
+
+
+@pytest.fixture
+async def lossy(registry: Registry, through: Registry, proxy: FaultProxy) -> AsyncIterator[Registry]:
+    """Loses the first two replies to scripts; the server knows the scripts, so it executes them all the same."""
+    for script in through._scripts.values():
+        await registry.client.command("SCRIPT", "LOAD", script.source)
+    proxy.arm(Fault.LOSE_REPLY, match=b"EVALSHA", times=2)
+    yield through
+    assert proxy.faults_done == 2
+
+
+async def insist(call: Callable[[], Awaitable[Any]]) -> tuple[Any, int]:
+    """The answer, and how often there was none before."""
+    for lost in range(10):
+        try:
+            return await call(), lost
+        except ControlUnavailable:
+            continue
+    raise AssertionError("never answered")
+
+
+async def events(registry: Registry) -> list[dict[str, str]]:
+    return [fields for _, fields in await registry.client.read_stream(registry.keys.events, "0", count=1000)]
+
+
+async def kinds(registry: Registry) -> Counter[str]:
+    """How many events there are of each kind; each must be readable as one."""
+    found = await events(registry)
+    for fields in found:
+        from_fields(fields)
+    return Counter(fields["type"] for fields in found)
+
+
+async def begin(registry: Registry, nonce: str = "n1", max_staleness: int = 1) -> tuple[int, int]:
+    return await registry.begin_run("run", nonce=nonce, max_staleness=max_staleness, trainer="host")
+
+
+# begin_run
+
+
+async def test_every_incarnation_of_a_trainer_gets_the_next_epoch(registry: Registry) -> None:
+    assert await begin(registry, "a") == (1, 0)
+    assert await registry.reserve("run", epoch=1, nonce="x") == 1
+    assert await begin(registry, "b", max_staleness=3) == (2, 1)
+    fleet = await registry.fleet()
+    assert (fleet.runs["run"].epoch, fleet.runs["run"].seq, fleet.runs["run"].max_staleness) == (2, 1, 3)
+    assert await registry.runs() == ["run"]
+    assert await kinds(registry) == {"run.began": 2}
+
+
+async def test_begin_run_repeated_is_one_epoch(registry: Registry, lossy: Registry) -> None:
+    assert await insist(lambda: begin(lossy)) == ((1, 0), 2)
+    assert await kinds(registry) == {"run.began": 1}
+
+
+# reserve
+
+
+async def test_numbers_are_never_given_twice(registry: Registry) -> None:
+    await begin(registry)
+    given = [await registry.reserve("run", epoch=1, nonce=f"n{number}") for number in range(5)]
+    await begin(registry, "another")
+    given.append(await registry.reserve("run", epoch=2, nonce="n0"))
+    assert given == [1, 2, 3, 4, 5, 6]
+
+
+async def test_reserve_repeated_is_one_number(registry: Registry, lossy: Registry) -> None:
+    await begin(registry)
+    assert await insist(lambda: lossy.reserve("run", epoch=1, nonce="n")) == (1, 2)
+    assert await registry.reserve("run", epoch=1, nonce="m") == 2
+
+
+async def test_an_older_trainer_gets_no_number(registry: Registry) -> None:
+    await begin(registry, "a")
+    await begin(registry, "b")
+    with pytest.raises(Fenced, match="newer trainer") as refusal:
+        await registry.reserve("run", epoch=1, nonce="n")
+    assert (refusal.value.ids["epoch"], refusal.value.ids["present"]) == (1, "2")
+    assert await registry.reserve("run", epoch=2, nonce="n") == 1
+
+
+async def test_a_run_that_never_began_gives_no_number(registry: Registry) -> None:
+    with pytest.raises(Fenced):
+        await registry.reserve("nowhere", epoch=1, nonce="n")
+    assert await registry.client.command("EXISTS", registry.keys.run("nowhere")) == 0
+
+
+# publish
+
+
+async def test_what_was_announced_is_known_to_all(registry: Registry, manifest: Manifest) -> None:
+    await begin(registry)
+    await registry.reserve("run", epoch=1, nonce="n")
+    await registry.publish(manifest, published_at=12.5)
+    assert await registry.manifest(manifest.adapter_id) == manifest
+    assert await registry.published("run") == [(manifest.adapter_id, 1)]
+    assert await registry.find_seq("run", 1) == manifest.adapter_id
+    assert await registry.find_seq("run", 2) is None
+    assert await registry.version(manifest.adapter_id) == VersionRecord(state="published")
+    assert (await registry.fleet()).published == {"run": (manifest,)}
+    told = (await events(registry))[-1]
+    assert told["version"] == manifest.adapter_id
+    assert (told["published_at"], told["noop"], told["size"]) == ("12.5", "false", str(manifest.size))
+
+
+async def test_publish_repeated_is_one_version(registry: Registry, lossy: Registry, manifest: Manifest) -> None:
+    await begin(registry)
+    assert await insist(lambda: lossy.publish(manifest, published_at=1)) == (None, 2)
+    assert await kinds(registry) == {"run.began": 1, "adapter.published": 1}
+    await begin(registry, "newer")
+    await registry.publish(manifest, published_at=1)  # it was announced in time
+
+
+async def test_an_older_trainer_announces_nothing(registry: Registry, manifest: Manifest) -> None:
+    await begin(registry, "a")
+    await begin(registry, "b")
+    with pytest.raises(Fenced):
+        await registry.publish(manifest, published_at=1)
+    assert await registry.manifest(manifest.adapter_id) is None
+    assert await registry.published("run") == []
+    assert "adapter.published" not in await kinds(registry)
+
+
+async def test_a_name_stands_for_one_manifest(registry: Registry, manifest: Manifest) -> None:
+    await begin(registry)
+    await registry.publish(manifest, published_at=1)
+    with pytest.raises(NameTaken) as refusal:
+        await registry.publish(replace(manifest, created_at=1.0), published_at=1)
+    assert refusal.value.ids["version"] == manifest.adapter_id
+    assert await registry.manifest(manifest.adapter_id) == manifest
+
+
+# report
+
+
+async def test_a_report_is_the_whole_of_what_is_observed(registry: Registry) -> None:
+    full = replace(REPORT, loaded=("run-v1-0123456789ab",), draining=True, engine="vllm 0.32", host="ä")
+    await registry.report_replica("r1", full)
+    assert (await registry.fleet()).replicas["r1"].report == full
+    at = await registry.report_replica("r1", REPORT)
+    fleet = await registry.fleet()
+    assert fleet.replicas["r1"].report == REPORT  # nothing of the one before is left
+    assert 0 <= fleet.replicas["r1"].age_s < 5
+    assert abs(at - fleet.now) < 5
+
+
+async def test_report_repeated_is_one_replica(registry: Registry, lossy: Registry) -> None:
+    _, lost = await insist(lambda: lossy.report_replica("r1", REPORT))
+    assert lost == 2
+    assert list((await registry.fleet()).replicas) == ["r1"]
+    assert await kinds(registry) == {}  # a heartbeat is no event
+
+
+async def test_a_router_reports_and_leaves(registry: Registry) -> None:
+    report = RouterReport(generation=7, url="http://g1", inflight={"run-v1-0123456789ab": 2})
+    await registry.report_router("g1", report)
+    assert (await registry.fleet()).routers == {"g1": report}
+    await registry.forget_router("g1")
+    assert (await registry.fleet()).routers == {}
+
+
+async def test_who_said_nothing_for_long_leaves_the_index(registry: Registry) -> None:
+    await registry.client.command("ZADD", registry.keys.replicas, 1, "long-gone")
+    await registry.report_replica("r1", REPORT)
+    assert await registry.client.command("ZRANGE", registry.keys.replicas, 0, -1) == ["r1"]
+
+
+# ack
+
+
+ACCEPTED = Ack(accepted=True, engine_epoch=REPORT.engine_epoch, phases={"staged_s": 0.5, "loaded_s": 1.25})
+REFUSED = Ack(accepted=False, engine_epoch=REPORT.engine_epoch, reason="rank 32 is above the engine's 16\nsecond line")
+
+
+async def test_an_ack_is_news_once(registry: Registry) -> None:
+    name = "run-v1-0123456789ab"
+    assert await registry.ack("r1", name, REFUSED)
+    assert not await registry.ack("r1", name, REFUSED)
+    assert await registry.acks("r1") == {name: REFUSED}
+    assert await registry.ack("r1", name, ACCEPTED)
+    assert await registry.acks("r1") == {name: ACCEPTED}
+    assert [(told["accepted"], told.get("loaded_s")) for told in await events(registry)] == [
+        ("false", None),
+        ("true", "1.25"),
+    ]
+    await registry.forget_acks("r1", [name])
+    assert await registry.acks("r1") == {}
+    await registry.forget_acks("r1", [])
+
+
+async def test_ack_repeated_is_one_event(registry: Registry, lossy: Registry) -> None:
+    answer, lost = await insist(lambda: lossy.ack("r1", "run-v1-0123456789ab", ACCEPTED))
+    assert (answer, lost) == (False, 2)
+    assert await kinds(registry) == {"replica.acked": 1}
+
+
+# lead
+
+
+async def test_one_leads_and_keeps_its_token_while_it_renews(registry: Registry) -> None:
+    first = await registry.lead("c1", lease_s=30)
+    assert (first.token, first.generation, first.leader) == (1, 0, "c1")
+    assert await registry.lead("c1", lease_s=30) == first
+    other = await registry.lead("c2", lease_s=30)
+    assert (other.token, other.leader) == (0, "c1")
+    assert await kinds(registry) == {"coordinator.elected": 1}
+
+
+async def test_another_takes_over_with_a_higher_token_when_the_lease_ran_out(registry: Registry) -> None:
+    first = await registry.lead("c1", lease_s=0)
+    second = await registry.lead("c2", lease_s=30)
+    assert (second.token, second.incarnation) == (first.token + 1, first.incarnation)
+    assert (await registry.lead("c1", lease_s=30)).token == 0
+
+
+async def test_who_is_late_and_was_not_replaced_leads_on(registry: Registry) -> None:
+    first = await registry.lead("c1", lease_s=0)
+    assert await registry.lead("c1", lease_s=30) == first
+
+
+async def test_lead_repeated_is_one_election(registry: Registry, lossy: Registry) -> None:
+    leadership, lost = await insist(lambda: lossy.lead("c1", lease_s=30))
+    assert (leadership.token, lost) == (1, 2)
+    assert await kinds(registry) == {"coordinator.elected": 1}
+
+
+async def test_a_control_state_that_was_lost_is_another_incarnation(registry: Registry) -> None:
+    first = await registry.lead("c1", lease_s=30)
+    await registry.client.command("FLUSHALL")
+    assert (await registry.lead("c1", lease_s=30)).incarnation != first.incarnation
+
+
+# decide
+
+
+VERSION = LiveVersion(
+    run="run", seq=1, epoch=1, digest="0" * 64, state="current", published_at=1.5, since=2.5, changed_in=1
+)
+NAME = "run-v1-000000000000"
+
+
+def decision(generation: int = 1, **more: Any) -> Decision:
+    return Decision(
+        table=Table(
+            incarnation="abc",
+            generation=generation,
+            written_at=3.5,
+            runs={"run": RunEntry(epoch=1, max_staleness=1, considered=1, current=NAME)},
+            versions={NAME: VERSION},
+            members={"r1": Member(state="ready", url="http://r1", engine_epoch="1", since=1.0, block_size=16)},
+        ),
+        records={NAME: VersionRecord(state="current", reason="", generation=generation, at=3.5)},
+        events=(VersionPromoted(version=NAME, generation=generation, replicas="r1"),),
+        **more,
+    )
+
+
+async def leading(registry: Registry) -> int:
+    return (await registry.lead("c1", lease_s=30)).token
+
+
+async def test_a_decision_is_written_whole(registry: Registry) -> None:
+    token = await leading(registry)
+    request = await registry.request(Request(kind="rollback", run="run"))
+    made = decision(answered=(request,))
+    await registry.decide(made, token=token, alive_s=ALIVE_S)
+    assert await registry.table() == made.table
+    assert await registry.version(NAME) == made.records[NAME]
+    assert (await registry.fleet()).requests == {}
+    assert (await registry.lead("c1", lease_s=30)).generation == 1
+    assert from_fields((await events(registry))[-1]) == made.events[0]
+
+
+async def test_a_record_keeps_when_each_state_was_entered(registry: Registry) -> None:
+    token = await leading(registry)
+    await registry.decide(decision(), token=token, alive_s=ALIVE_S)
+    later = replace(decision(2), records={NAME: VersionRecord(state="voided", reason="bad", generation=2, at=9.0)})
+    await registry.decide(later, token=token, alive_s=ALIVE_S)
+    record = await registry.client.command("HGETALL", registry.keys.version(NAME))
+    assert (record["state"], record["current_at"], record["voided_at"]) == ("voided", "3.5", "9.0")
+
+
+async def test_decide_repeated_is_one_decision(registry: Registry, lossy: Registry) -> None:
+    """The one that repeats learns that the fleet moved on, reads again, and finds its own decision."""
+    token = await leading(registry)
+    with pytest.raises(Conflict, match="moved 1"):
+        await insist(lambda: lossy.decide(decision(), token=token, alive_s=ALIVE_S))
+    assert (await registry.table()).generation == 1
+    assert await kinds(registry) == {"coordinator.elected": 1, "version.promoted": 1}
+
+
+async def nothing_written(registry: Registry, generation: int = 0) -> None:
+    assert (await registry.table()).generation == generation
+    assert (await registry.lead("c9", lease_s=1)).token == 0 or generation == 0
+    assert "version.promoted" not in await kinds(registry)
+    assert await registry.client.command("EXISTS", registry.keys.version(NAME)) == 0
+
+
+async def test_a_former_leader_writes_nothing(registry: Registry) -> None:
+    old = (await registry.lead("c1", lease_s=0)).token
+    await registry.lead("c2", lease_s=30)
+    with pytest.raises(Fenced, match="another coordinator leads"):
+        await registry.decide(decision(), token=old, alive_s=ALIVE_S)
+    await nothing_written(registry)
+
+
+async def test_without_a_control_state_nothing_is_written(registry: Registry) -> None:
+    with pytest.raises(Fenced):
+        await registry.decide(decision(), token=1, alive_s=ALIVE_S)
+    assert (await registry.table()).generation == 0
+
+
+@pytest.mark.parametrize("generation", [0, 2, 3])
+async def test_a_decision_from_another_generation_is_not_written(registry: Registry, generation: int) -> None:
+    token = await leading(registry)
+    with pytest.raises(Conflict, match="moved 0"):
+        await registry.decide(decision(generation), token=token, alive_s=ALIVE_S)
+    await nothing_written(registry)
+
+
+NEED = Need(replica="r1", version=NAME, engine_epoch=REPORT.engine_epoch)
+
+
+async def test_a_decision_that_needs_acks_finds_them(registry: Registry) -> None:
+    token = await leading(registry)
+    await registry.report_replica("r1", REPORT)
+    await registry.ack("r1", NAME, ACCEPTED)
+    await registry.decide(decision(needs=(NEED,)), token=token, alive_s=ALIVE_S)
+    assert (await registry.table()).generation == 1
+
+
+async def no_report(registry: Registry) -> None:
+    await registry.ack("r1", NAME, ACCEPTED)
+
+
+async def stale_heartbeat(registry: Registry) -> None:
+    await registry.report_replica("r1", REPORT)
+    await registry.ack("r1", NAME, ACCEPTED)
+    now = (await registry.client.command("TIME"))[0]
+    stale = (int(now) - ALIVE_S - 1) * 1000
+    await registry.client.command("HSET", registry.keys.replica("r1"), "heartbeat_ms", int(stale))
+
+
+async def restarted_engine(registry: Registry) -> None:
+    await registry.ack("r1", NAME, ACCEPTED)
+    await registry.report_replica("r1", replace(REPORT, engine_epoch="1700000001.25"))
+
+
+async def no_ack(registry: Registry) -> None:
+    await registry.report_replica("r1", REPORT)
+
+
+async def refused(registry: Registry) -> None:
+    await registry.report_replica("r1", REPORT)
+    await registry.ack("r1", NAME, REFUSED)
+
+
+async def ack_of_another_life(registry: Registry) -> None:
+    await registry.report_replica("r1", REPORT)
+    await registry.ack("r1", NAME, replace(ACCEPTED, engine_epoch="1"))
+
+
+async def ack_of_another_version(registry: Registry) -> None:
+    await registry.report_replica("r1", REPORT)
+    await registry.ack("r1", "run-v2-000000000000", ACCEPTED)
+
+
+async def ack_of_another_replica(registry: Registry) -> None:
+    await registry.report_replica("r1", REPORT)
+    await registry.ack("r2", NAME, ACCEPTED)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "word"),
+    [
+        (no_report, "silent"),
+        (stale_heartbeat, "silent"),
+        (restarted_engine, "silent"),
+        (no_ack, "unacked"),
+        (refused, "unacked"),
+        (ack_of_another_life, "unacked"),
+        (ack_of_another_version, "unacked"),
+        (ack_of_another_replica, "unacked"),
+    ],
+)
+async def test_a_decision_whose_needs_are_not_met_writes_nothing(
+    registry: Registry, prepare: Callable[[Registry], Awaitable[None]], word: str
+) -> None:
+    token = await leading(registry)
+    request = await registry.request(Request(kind="rollback", run="run"))
+    await registry.report_replica("r0", REPORT)
+    await registry.ack("r0", NAME, ACCEPTED)
+    await prepare(registry)
+    needs = (replace(NEED, replica="r0"), NEED)  # the first is met
+    with pytest.raises(Conflict, match=f"{word} .*r1") as refusal:
+        await registry.decide(decision(needs=needs, answered=(request,)), token=token, alive_s=ALIVE_S)
+    assert refusal.value.retryable
+    await nothing_written(registry)
+    assert list((await registry.fleet()).requests) == [request]
+
+
+async def test_a_decision_over_a_large_fleet_is_one_script(registry: Registry) -> None:
+    """256 replicas, each with acks for eight versions, and a table to match."""
+    token = await leading(registry)
+    names = [f"run-v{seq}-000000000000" for seq in range(1, 9)]
+    needs = []
+    for number in range(256):
+        replica = f"r{number}"
+        await registry.report_replica(replica, REPORT)
+        acks = {name: msgspec.json.encode(ACCEPTED).decode() for name in names}
+        await registry.client.command("HSET", registry.keys.acks(replica), *(x for pair in acks.items() for x in pair))
+        await registry.client.command("EXPIRE", registry.keys.acks(replica), 60)
+        needs += [replace(NEED, replica=replica, version=name) for name in names]
+    member = decision().table.members["r1"]
+    large = decision(needs=tuple(needs))
+    large = replace(
+        large,
+        table=replace(large.table, members={f"r{number}": member for number in range(256)}),
+        events=tuple(ReplicaState(replica=f"r{number}", state="ready", generation=1) for number in range(256)),
+    )
+    await registry.decide(large, token=token, alive_s=60)
+    assert len((await registry.table()).members) == 256
+    assert (await kinds(registry))["replica.state"] == 256
+
+
+# request
+
+
+async def test_requests_are_bounded_and_a_known_one_is_no_second(registry: Registry) -> None:
+    ask = Request(kind="rollback", run="run", reason="wrong language")
+    ids = [await registry.request(ask) for _ in range(OPEN_REQUESTS)]
+    with pytest.raises(ControlError, match="too many open requests"):
+        await registry.request(ask)
+    assert await registry.request(ask, request_id=ids[0]) == ids[0]
+    assert (await registry.fleet()).requests == dict.fromkeys(ids, ask)
+
+
+async def test_request_repeated_with_its_id_is_one(registry: Registry, lossy: Registry) -> None:
+    ask = Request(kind="rollback", run="run")
+    assert await insist(lambda: lossy.request(ask, request_id="rollback-1")) == ("rollback-1", 2)
+    assert (await registry.fleet()).requests == {"rollback-1": ask}

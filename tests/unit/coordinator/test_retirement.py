@@ -1,0 +1,176 @@
+"""The way out, as cases: draining, forgetting, what operators ask for, and room for what comes."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from adaptersync_core.events import RequestRefused, VersionVoided
+from support.stories import V, after, fate, members, ready, states
+from support.world import World, apply, coordinate, new_world, settle
+
+# the way out
+
+
+def retiring(**settings: int) -> World:
+    """v1 retires: v2 is current and the window is one version."""
+    return after(ready(max_staleness=0, **settings), "publish run1", "settle", "publish run1")
+
+
+def test_without_routers_a_version_drains_at_once_and_goes_when_it_is_unloaded_everywhere() -> None:
+    world = after(retiring(), "coordinate", "work r1", "work r2", "report", "coordinate")
+    assert world.table.versions[V[1]].drained
+    assert V[1] not in world.table.wanted()
+    world = after(world, "works r1", "report", "coordinate")
+    assert states(world) == {V[1]: "retiring", V[2]: "current"}  # r2 still holds it
+    world = after(world, "works r2", "report", "coordinate")
+    assert states(world) == {V[2]: "current"}
+    assert fate(world, V[1]) == ("retired", "unloaded everywhere")
+
+
+def test_a_version_waits_for_every_router_and_for_what_is_in_flight() -> None:
+    world = after(retiring(routers=2), "coordinate", "work r1", "work r2", f"inflight g1 {V[1]}", "coordinate")
+    assert states(world)[V[1]] == "retiring"
+    assert not world.table.versions[V[1]].drained  # no router serves the new table yet
+    world = after(world, "route g1", "coordinate")
+    assert not world.table.versions[V[1]].drained  # g2 does not
+    world = after(world, "route g2", f"inflight g2 {V[1]}", "coordinate")
+    assert not world.table.versions[V[1]].drained  # g2 does, and has a request under way
+    world = after(world, "route g2", "coordinate")
+    assert world.table.versions[V[1]].drained
+
+
+def test_draining_ends_at_its_time_limit() -> None:
+    world = after(retiring(routers=1), "coordinate", "work r1", "work r2", "coordinate", f"inflight g1 {V[1]}")
+    world = after(world, "later 100", "coordinate")
+    assert not world.table.versions[V[1]].drained
+    world = after(world, "later 1", "coordinate")
+    assert world.table.versions[V[1]].drained
+
+
+def test_a_silent_replica_does_not_keep_a_version_in_the_table() -> None:
+    world = after(retiring(), "coordinate", "work r1", "work r2", "report", "coordinate", "silence r2")
+    world = after(world, "works r1", "later 6", "coordinate")
+    assert states(world) == {V[2]: "current"}
+    world = after(world, "speak r2", "later 11", "settle")
+    assert world.replicas["r2"].loaded == (V[2],)  # back, it unloads what nobody wants
+
+
+# an operator asks
+
+
+def three_promoted(**settings: int) -> World:
+    return after(ready(max_staleness=2, **settings), *["publish run1", "settle"] * 3)
+
+
+def test_a_rollback_goes_to_the_version_before() -> None:
+    world = coordinate(apply(three_promoted(), ("ask", "q", "run1", "")))
+    assert world.table.runs["run1"].current == V[2]
+    assert states(world)[V[3]] == "retiring"
+    assert fate(world, V[3]) == ("voided", "asked")
+    voided = [event for event in world.events if isinstance(event, VersionVoided)]
+    assert [(event.version, event.reason, event.current) for event in voided] == [(V[3], "asked", V[2])]
+    assert world.requests == {}
+    world = settle(world)
+    assert set(states(world)) == {V[2], V[1]}
+    assert fate(world, V[3]) == ("voided", "asked")  # its fate outlives it
+
+
+def test_a_rollback_goes_to_a_given_version_and_voids_all_after_it() -> None:
+    world = settle(apply(three_promoted(), ("ask", "q", "run1", V[1])))
+    assert states(world) == {V[1]: "current"}
+    assert [fate(world, V[seq])[0] for seq in (2, 3)] == ["voided", "voided"]
+
+
+def test_after_a_rollback_the_next_version_is_promoted_as_ever() -> None:
+    world = settle(apply(three_promoted(), ("ask", "q", "run1", V[2])))
+    world = after(world, "publish run1", "settle")
+    assert world.table.window("run1") == [V[4], V[2], V[1]]
+
+
+def test_a_rollback_without_a_version_voids_the_current_one_although_another_is_on_its_way() -> None:
+    world = after(three_promoted(), "publish run1", "coordinate")
+    world = coordinate(apply(world, ("ask", "q", "run1", "")))
+    assert world.table.runs["run1"].current == V[2]
+    assert states(world)[V[4]] == "staging"
+    assert fate(world, V[3])[0] == "voided"
+
+
+def test_a_candidate_is_given_up_when_it_is_named() -> None:
+    world = after(three_promoted(), "publish run1", "coordinate")
+    world = coordinate(apply(world, ("ask", "q", "run1", V[4])))
+    assert fate(world, V[4]) == ("rolled_back", "asked")
+    assert world.table.runs["run1"].current == V[3]
+
+
+@pytest.mark.parametrize(
+    ("run", "version", "reason"),
+    [
+        ("nowhere", "", "there is no run nowhere"),
+        ("run1", V[9], f"{V[9]} is not retained; retained: {V[2]} {V[1]}"),
+        ("run1", V[3], f"{V[3]} is not retained; retained: {V[2]} {V[1]}"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_a_reason_and_changes_nothing(run: str, version: str, reason: str) -> None:
+    before = three_promoted()
+    world = coordinate(apply(before, ("ask", "q", run, version)))
+    assert world.events[-1] == RequestRefused(request="q", reason=reason)
+    assert world.requests == {}
+    assert (world.table.versions, world.table.runs) == (before.table.versions, before.table.runs)
+
+
+def test_without_an_earlier_version_there_is_nothing_to_go_back_to() -> None:
+    for world in (ready(), after(ready(), "publish run1", "settle")):
+        world = coordinate(apply(world, ("ask", "q", "run1", "")))
+        assert isinstance(world.events[-1], RequestRefused)
+        assert "an earlier version is not retained; retained: none" in world.events[-1].reason
+
+
+def test_requests_are_answered_one_by_one() -> None:
+    world = apply(apply(three_promoted(), ("ask", "a", "run1", "")), ("ask", "b", "run1", ""))
+    world = coordinate(world)
+    assert world.table.runs["run1"].current == V[1]
+    assert world.requests == {}
+
+
+# capacity
+
+
+def test_a_replica_with_too_few_slots_never_becomes_ready() -> None:
+    world = settle(new_world(replicas=1, max_staleness=2, slots=3))
+    assert members(world) == {"r1": "joining"}
+    assert world.table.members["r1"].reason.startswith("capacity: holds 3 adapters, 4 are needed")
+
+
+def test_a_load_waits_for_room() -> None:
+    """Four slots: with a window of three, the fourth is the candidate's, and until v1 has left there is none."""
+    world = after(ready(max_staleness=2, slots=4), *["publish run1", "settle"] * 3, "publish run1", "coordinate")
+    world = after(world, "work r1", "work r2", "report", "coordinate", "publish run1", "coordinate")
+    assert states(world)[V[1]] == "retiring"
+    assert V[5] not in states(world)
+    world = after(world, "settle")
+    assert world.table.runs["run1"].current == V[5]
+
+
+def test_a_version_that_was_given_up_takes_room_until_it_is_unloaded() -> None:
+    world = after(ready(max_staleness=2, slots=4), *["publish run1", "settle"] * 3, "publish run1", "coordinate")
+    world = after(world, "work r1", "report", "refuse r2", "work r2", "publish run1", "coordinate")
+    assert fate(world, V[4])[0] == "rolled_back"
+    assert V[5] not in states(world)
+    world = after(world, "works r1", "report", "coordinate")
+    assert states(world)[V[5]] == "staging"
+
+
+def test_what_will_never_have_room_is_refused_with_the_reason() -> None:
+    world = ready(max_staleness=1, slots=3)
+    world = after(world, "begin run1 5", *["publish run1", "settle"] * 4)
+    assert world.table.window("run1") == [V[3], V[2], V[1]]
+    assert fate(world, V[4]) == ("rolled_back", "capacity: all 3 adapters that replicas can hold are served")
+
+
+def test_one_that_does_not_say_its_slots_does_not_hide_the_limit_of_another() -> None:
+    world = ready(max_staleness=1, slots=3)
+    blind = replace(world.replicas["r1"], slots=0)
+    world = after(replace(world, replicas=world.replicas | {"r1": blind}), "report", "begin run1 5")
+    world = after(world, *["publish run1", "settle"] * 4)
+    assert fate(world, V[4])[0] == "rolled_back"

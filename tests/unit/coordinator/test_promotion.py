@@ -119,7 +119,7 @@ def test_a_smaller_window_takes_effect_with_the_next_promotion() -> None:
 
 
 def test_a_fleet_at_rest_needs_no_decision() -> None:
-    world = after(three_promoted(routers=1), "later 1")
+    world = after(ready(max_staleness=2, routers=1), *["publish run1", "settle"] * 3, "later 1")
     assert decide(fleet(world), world.config) is None
 
 

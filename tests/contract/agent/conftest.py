@@ -1,0 +1,68 @@
+"""One simulated engine as a process, an agent in this one, and a table written by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from adaptersync.agent import app
+from support.adapters import write_safetensors
+from support.agent_bench import Bench, bench_on
+from support.engines import Engine, simulator
+
+HIDDEN = 8
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sizes for the simulator, and the one weight that adapters of these tests train, for the agent."""
+    directory = tmp_path_factory.mktemp("model")
+    sizes = {
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 1,
+        "num_hidden_layers": 1,
+        "intermediate_size": 16,
+        "vocab_size": 256,
+    }
+    (directory / "config.json").write_text(json.dumps(sizes))
+    weight = ((HIDDEN, HIDDEN), bytes(4 * HIDDEN * HIDDEN))
+    write_safetensors(directory / "model.safetensors", {"model.layers.0.self_attn.q_proj.weight": weight})
+    return directory
+
+
+@pytest.fixture(scope="session")
+def shared_engine(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> Iterator[Engine]:
+    with simulator(tmp_path_factory.mktemp("engine"), model_directory) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: Engine) -> Iterator[Engine]:
+    """Shared by all tests that let it live; what they leave on it is taken off."""
+    yield shared_engine
+    shared_engine.post("/simulator/faults", {"fail_loads": 0, "delay_load_s": 0, "frozen": False})
+    for name in shared_engine.listed():
+        shared_engine.unload(name)
+
+
+@pytest.fixture(autouse=True)
+def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "REST_S", 0.5)
+    monkeypatch.setattr(app, "RETRY_S", 0.2)
+
+
+@pytest.fixture
+async def bench(redis_url: str, engine: Engine, tmp_path: Path) -> AsyncIterator[Bench]:
+    async with bench_on(redis_url, engine, tmp_path) as bench:
+        yield bench
+
+
+@pytest.fixture
+async def mortal(redis_url: str, model_directory: Path, tmp_path: Path) -> AsyncIterator[Bench]:
+    """On an engine of its own, which may die."""
+    with simulator(tmp_path, model_directory) as engine:
+        async with bench_on(redis_url, engine, tmp_path) as bench:
+            yield bench

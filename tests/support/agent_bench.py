@@ -1,0 +1,129 @@
+"""An agent under test with its engine, and a hand that publishes versions and writes the table."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from adaptersync.agent import app
+from adaptersync_core.config import AgentSection, Config, GroupSection, RedisSection, StoreSection
+from adaptersync_core.errors import ControlUnavailable
+from adaptersync_core.keys import Keys
+from adaptersync_core.manifest import Manifest
+from adaptersync_core.redis import RedisClient
+from adaptersync_core.registry import Ack, Decision, Registry
+from adaptersync_core.store import ArtifactStore
+from adaptersync_core.table import LiveState, LiveVersion, RunEntry, Table
+from support.artifacts import manifest_of, small_adapter
+from support.engines import Engine
+from support.wait import wait_until
+
+
+class Bench:
+    """`agent` is the task the agent runs in."""
+
+    agent: asyncio.Task[None]
+
+    def __init__(self, config: Config, engine: Engine, registry: Registry, directory: Path) -> None:
+        self.config = config
+        self.engine = engine
+        self.registry = registry
+        self.directory = directory
+        self.store = ArtifactStore(Path(config.store.path))
+        self.staged = Path(config.agent.stage_path)
+        self._manifests: dict[str, Manifest] = {}
+        self._seq = 0
+
+    async def publish(self, **adapter: Any) -> str:
+        """A new version in the store and in Redis; `adapter` is for `small_adapter`."""
+        self._seq += 1
+        source = small_adapter(self.directory / f"source-{self._seq}", seed=self._seq, **adapter)
+        manifest = manifest_of(source, seq=self._seq)
+        self.store.publish(manifest, source)
+        await self.registry.begin_run("run", nonce="n", max_staleness=1, trainer="t")
+        await self.registry.publish(manifest, published_at=1)
+        self._manifests[manifest.adapter_id] = manifest
+        return manifest.adapter_id
+
+    async def want(self, *names: str, drained: tuple[str, ...] = ()) -> None:
+        """Write the table: the first name is current, the others are on their way in; `drained` ones may go."""
+        token = (await self.registry.lead("c", lease_s=30)).token
+        before = await self.registry.table()
+        states: dict[str, LiveState] = dict.fromkeys(names[1:], "staging")
+        states |= dict.fromkeys(names[:1], "current")
+        states |= dict.fromkeys(drained, "retiring")
+        table = Table(
+            generation=before.generation + 1,
+            runs={"run": RunEntry(epoch=1, max_staleness=1)},
+            versions={name: self._live(name, state, name in drained) for name, state in states.items()},
+        )
+        await self.registry.decide(Decision(table=table), token=token, alive_s=5)
+        await self.registry.client.command("XADD", self.registry.keys.events, "*", "type", "version.staging")
+
+    def _live(self, name: str, state: LiveState, drained: bool) -> LiveVersion:
+        manifest = self._manifests[name]
+        return LiveVersion(
+            run="run",
+            seq=manifest.seq,
+            epoch=1,
+            digest=manifest.digest,
+            state=state,
+            published_at=1,
+            since=time.time(),
+            changed_in=1,
+            drained=drained,
+        )
+
+    async def ack(self, name: str, *, accepted: bool | None = None, timeout_s: float = 10.0) -> Ack:
+        """The replica's word on a version, once it has one (of that kind)."""
+
+        async def said() -> bool:
+            try:
+                ack = (await self.registry.acks("r1")).get(name)
+            except ControlUnavailable:
+                return False
+            return ack is not None and accepted in (None, ack.accepted)
+
+        await wait_until(said, timeout_s=timeout_s, what=f"a word on {name}")
+        return (await self.registry.acks("r1"))[name]
+
+    async def reported(self) -> tuple[str, tuple[str, ...]]:
+        """Engine epoch and loaded versions of the last report."""
+        seen = (await self.registry.fleet()).replicas.get("r1")
+        return ("", ()) if seen is None else (seen.report.engine_epoch, seen.report.loaded)
+
+    def listed(self) -> set[str]:
+        return set(self.engine.listed())
+
+
+@asynccontextmanager
+async def bench_on(redis_url: str, engine: Engine, directory: Path) -> AsyncIterator[Bench]:
+    """An agent beside `engine`, with its files below `directory`; it is stopped at the end."""
+    (directory / "store").mkdir(exist_ok=True)
+    config = Config(
+        group=GroupSection(name="group"),
+        redis=RedisSection(control_url=redis_url),
+        store=StoreSection(path=str(directory / "store")),
+        agent=AgentSection(
+            name="r1",
+            engine_url=engine.url,
+            stage_path=str(directory / "staged"),
+            heartbeat_s=0.1,
+            probe_timeout_s=1.0,
+            load_timeout_s=5.0,
+            visible_timeout_s=0.3,
+        ),
+    )
+    client = RedisClient(redis_url, name="test")
+    bench = Bench(config, engine, Registry(client, Keys("group")), directory)
+    bench.agent = asyncio.create_task(app._stand_beside(config))
+    try:
+        yield bench
+    finally:
+        bench.agent.cancel()
+        await asyncio.gather(bench.agent, return_exceptions=True)
+        await client.close()

@@ -1,0 +1,233 @@
+"""Bytes from a store that lags, forgets, tears and lies: staged whole and verified, or refused with the reason."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+from msgspec.structs import replace
+
+from adaptersync.agent import staging as staging_module
+from adaptersync.agent.staging import Staging
+from adaptersync_core.errors import AdapterInvalid, ArtifactCorrupt, NameInvalid, StoreError
+from adaptersync_core.manifest import FILES, WEIGHTS_FILE, Manifest
+from adaptersync_core.store import ArtifactStore, Reader, verify_files
+from adaptersync_tools.simulator.store import LaggingView
+from support.artifacts import manifest_of, small_adapter, stored
+from support.wait import wait_until
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(staging_module, "LAST_PAUSE_S", 0.05)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "store").mkdir()
+    return tmp_path / "store"
+
+
+def staging_of(tmp_path: Path, root: Path, reader: Reader | None = None) -> Staging:
+    return Staging(tmp_path / "staged", ArtifactStore(root, reader))
+
+
+async def whole(staging: Staging, manifest: Manifest, *, timeout_s: float = 5.0) -> dict[str, float]:
+    phases = await staging.bring(manifest, timeout_s=timeout_s)
+    verify_files(manifest, staging.path(manifest.adapter_id))
+    assert sorted(path.name for path in staging.path(manifest.adapter_id).iterdir()) == sorted(FILES)
+    assert staging.staged() == [manifest.adapter_id]
+    assert [path.name for path in staging.root.iterdir()] == [manifest.adapter_id]
+    return phases
+
+
+async def test_a_version_is_staged_and_how_long_it_took_is_said(tmp_path: Path, root: Path) -> None:
+    manifest = stored(ArtifactStore(root), tmp_path)
+    staging = staging_of(tmp_path, root)
+    phases = await whole(staging, manifest)
+    assert set(phases) == {"staged_s", "verified_s"}
+    assert all(0 <= spent < 5 for spent in phases.values())
+
+
+async def test_a_staged_version_is_not_fetched_again(tmp_path: Path, root: Path) -> None:
+    manifest = stored(ArtifactStore(root), tmp_path)
+    view = LaggingView(root)
+    staging = staging_of(tmp_path, root, view)
+    await whole(staging, manifest)
+    looks = view.looks.total()
+    await whole(staging, manifest)
+    assert view.looks.total() == looks
+
+
+async def test_a_version_that_shows_up_late_is_waited_for(tmp_path: Path, root: Path) -> None:
+    view = LaggingView(root, visibility_delay_s=0.3)
+    manifest = stored(ArtifactStore(root), tmp_path)
+    phases = await whole(staging_of(tmp_path, root, view), manifest)
+    assert 0.2 < phases["staged_s"] < 1.5
+
+
+async def test_a_mount_that_remembers_what_was_absent_is_outlasted(tmp_path: Path, root: Path) -> None:
+    view = LaggingView(root, visibility_delay_s=0.1, negative_ttl_s=0.4)
+    manifest = stored(ArtifactStore(root), tmp_path)
+    phases = await whole(staging_of(tmp_path, root, view), manifest)
+    assert 0.3 < phases["staged_s"] < 1.5
+
+
+async def test_a_version_that_never_shows_up_is_given_up_in_time_and_named(tmp_path: Path, root: Path) -> None:
+    manifest = manifest_of(small_adapter(tmp_path / "a"))
+    staging = staging_of(tmp_path, root)
+    before = time.monotonic()
+    with pytest.raises(StoreError, match="No such file") as refusal:
+        await staging.bring(manifest, timeout_s=0.3)
+    assert time.monotonic() - before < 1
+    assert refusal.value.ids["version"] == manifest.adapter_id
+    assert "mount" in refusal.value.next_step
+    assert list(staging.root.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", FILES)
+async def test_an_upload_on_its_way_is_waited_for(tmp_path: Path, root: Path, name: str) -> None:
+    manifest = stored(ArtifactStore(root), tmp_path)
+    view = LaggingView(root)
+    path = ArtifactStore(root).directory(manifest.adapter_id) / name
+    view.tear(path, 10)
+    staging = staging_of(tmp_path, root, view)
+    work = asyncio.create_task(whole(staging, manifest))
+    await wait_until(lambda: view.looks[path] > 2)
+    view.heal(path)
+    await work
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("harm", "reason"), [("tear", "wrong size"), ("corrupt", "wrong bytes")])
+async def test_wrong_bytes_are_never_staged(tmp_path: Path, root: Path, name: str, harm: str, reason: str) -> None:
+    manifest = stored(ArtifactStore(root), tmp_path)
+    view = LaggingView(root)
+    getattr(view, harm)(ArtifactStore(root).directory(manifest.adapter_id) / name, 7)
+    staging = staging_of(tmp_path, root, view)
+    with pytest.raises(ArtifactCorrupt, match=reason) as refusal:
+        await staging.bring(manifest, timeout_s=0.2)
+    assert refusal.value.ids["file"] == name
+    assert list(staging.root.iterdir()) == []
+
+
+async def test_staged_files_that_went_bad_are_replaced(tmp_path: Path, root: Path) -> None:
+    manifest = stored(ArtifactStore(root), tmp_path)
+    staging = staging_of(tmp_path, root)
+    await whole(staging, manifest)
+    (staging.path(manifest.adapter_id) / WEIGHTS_FILE).write_bytes(b"bad")
+    await whole(staging, manifest)
+
+
+async def test_staged_files_that_went_bad_stay_while_there_is_nothing_better(tmp_path: Path, root: Path) -> None:
+    """An engine may hold them: without a file under its name a whole server can die."""
+    manifest = stored(ArtifactStore(root), tmp_path)
+    staging = staging_of(tmp_path, root)
+    await whole(staging, manifest)
+    (staging.path(manifest.adapter_id) / WEIGHTS_FILE).write_bytes(b"bad")
+    (ArtifactStore(root).directory(manifest.adapter_id) / WEIGHTS_FILE).write_bytes(b"bad too")
+    with pytest.raises(ArtifactCorrupt):
+        await staging.bring(manifest, timeout_s=0.1)
+    assert (staging.path(manifest.adapter_id) / WEIGHTS_FILE).read_bytes() == b"bad"
+
+
+class Held:
+    """A mount on which every read waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.waiting = threading.Event()
+
+    def open(self, path: Path) -> BinaryIO:
+        self.waiting.set()
+        assert self.go.wait(10)
+        return path.open("rb")
+
+
+async def test_a_copy_on_its_way_is_no_leftover(tmp_path: Path, root: Path) -> None:
+    manifest = stored(ArtifactStore(root), tmp_path)
+    reader = Held()
+    staging = staging_of(tmp_path, root, reader)
+    work = asyncio.create_task(whole(staging, manifest))
+    await asyncio.to_thread(reader.waiting.wait, 5)
+    halves = list(staging.root.iterdir())
+    assert staging.staged() == []
+    assert list(staging.root.iterdir()) == halves != []
+    reader.go.set()
+    await work
+
+
+async def test_a_copy_that_was_interrupted_long_ago_is_removed(tmp_path: Path, root: Path) -> None:
+    staging = staging_of(tmp_path, root)
+    old, new = (staging.root / f".half-run-v1-0123456789ab-{number}" for number in range(2))
+    for path in (old, new):
+        path.mkdir(parents=True)
+        (path / WEIGHTS_FILE).write_bytes(b"half")
+    os.utime(old, (time.time() - 2 * staging_module.HALF_S,) * 2)
+    (staging.root / "something else").mkdir()
+    assert staging.staged() == []
+    assert sorted(path.name for path in staging.root.iterdir()) == [new.name, "something else"]
+
+
+async def test_two_at_once_stage_one(tmp_path: Path, root: Path) -> None:
+    """As two agents of one host do."""
+    manifest = stored(ArtifactStore(root), tmp_path)
+    reader = Held()
+    first, second = staging_of(tmp_path, root, reader), staging_of(tmp_path, root, reader)
+    work = [asyncio.create_task(one.bring(manifest, timeout_s=5)) for one in (first, second)]
+    await wait_until(lambda: first.root.exists() and len(list(first.root.iterdir())) == 2)
+    reader.go.set()
+    await asyncio.gather(*work)
+    await whole(first, manifest)
+
+
+async def test_a_disk_that_is_full_is_a_reason(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = stored(ArtifactStore(root), tmp_path)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match="No space left on device"):
+        await staging_of(tmp_path, root).bring(manifest, timeout_s=0.1)
+
+
+async def test_a_staged_version_is_checked_against_manifest_engine_and_base(tmp_path: Path, root: Path) -> None:
+    manifest = stored(ArtifactStore(root), tmp_path)
+    staging = staging_of(tmp_path, root)
+    await whole(staging, manifest)
+    base: dict[str, tuple[int, ...]] = {"model.layers.0.self_attn.q_proj.weight": (8, 8)}
+    staging.check(manifest, max_lora_rank=2, base=base)
+    staging.check(manifest, max_lora_rank=0, base={})  # neither is known
+    with pytest.raises(AdapterInvalid, match="rank 2 is above the engine's 1") as refusal:
+        staging.check(manifest, max_lora_rank=1, base=base)
+    assert "--max-lora-rank" in refusal.value.next_step
+    with pytest.raises(AdapterInvalid, match="no such weight"):
+        staging.check(manifest, max_lora_rank=2, base={"x": (1, 1)})
+    other = replace(manifest, shape=replace(manifest.shape, alpha=99.0))
+    with pytest.raises(AdapterInvalid, match="different adapters"):
+        staging.check(other, max_lora_rank=2, base=base)
+
+
+def test_only_adapter_ids_become_paths(tmp_path: Path, root: Path) -> None:
+    staging = staging_of(tmp_path, root)
+    for name in ("../x", "", "run", "/etc"):
+        with pytest.raises(NameInvalid):
+            staging.path(name)
+        with pytest.raises(NameInvalid):
+            staging.discard(name)
+
+
+def test_what_is_discarded_is_gone_and_twice_is_fine(tmp_path: Path, root: Path) -> None:
+    staging = staging_of(tmp_path, root)
+    staging.discard("run-v1-0123456789ab")
+    staging.path("run-v1-0123456789ab").mkdir(parents=True)
+    staging.discard("run-v1-0123456789ab")
+    assert staging.staged() == []
+    assert staging_of(tmp_path / "nowhere", root).staged() == []

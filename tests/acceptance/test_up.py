@@ -15,6 +15,8 @@ from typing import Any
 import orjson
 import pytest
 
+from adaptersync.trainer import AdapterPublisher
+from adaptersync_core.config import load_config
 from adaptersync_tools.demo.synthetic import write_adapter
 from support.wait import wait_until_sync
 
@@ -45,6 +47,7 @@ class Fleet:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.log = directory / "up.log"
+        self.config = directory / "adaptersync.toml"
         environment = {**os.environ, "UP_IN": str(directory)}  # inherited by everything it starts: see `family`
         command = [*CLI, "up", "--simulated", "--replicas", "2", "--router-port", "0", "--state-dir", str(directory)]
         with self.log.open("wb") as output:
@@ -58,7 +61,7 @@ class Fleet:
         return "stop        Ctrl-C" in self.log.read_text()
 
     def adaptersync(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "ADAPTERSYNC_CONFIG": str(self.directory / "adaptersync.toml")}
+        environment = {**os.environ, "ADAPTERSYNC_CONFIG": str(self.config)}
         return subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=60, env=environment)
 
     def json(self, *arguments: str) -> Any:
@@ -132,6 +135,26 @@ def test_a_fleet_from_start_to_stop(fleet: Fleet, tmp_path: Path) -> None:
     assert fleet.process.wait(GONE_S) == 0
     assert fleet.gone(), family(fleet.directory)
     assert fleet.log.read_text().rstrip().endswith("stopped")
+
+
+def test_a_rollback_serves_the_version_before(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.wait()
+    with AdapterPublisher(load_config(fleet.config), run="my-run") as publisher:
+        good = publisher.publish(write_adapter(tmp_path / "good", base="base", seed=1))
+        assert good.wait(30).state == "current"
+        bad = publisher.publish(write_adapter(tmp_path / "bad", base="base", seed=2))
+        assert bad.wait(30).state == "current"
+    assert fleet.complete("my-run")[1] == bad.adapter_id
+
+    run = fleet.adaptersync("rollback", "my-run", "--reason", "answers in riddles")
+    assert (run.returncode, run.stdout) == (0, f"voided {bad.adapter_id}; {good.adapter_id} is current\n"), run.stderr
+    assert fleet.complete("my-run")[1] == good.adapter_id
+    shown = {version["version"]: version for version in fleet.json("versions")}
+    assert (shown[bad.adapter_id]["state"], shown[bad.adapter_id]["reason"]) == ("voided", "answers in riddles")
+
+    run = fleet.adaptersync("rollback", "my-run", "--reason", "once more")
+    assert run.returncode == 1
+    assert run.stderr.startswith("adaptersync: error: coordinator refused: ")
 
 
 def test_a_killed_fleet_leaves_no_process_and_comes_back_as_it_was(fleet: Fleet, tmp_path: Path) -> None:

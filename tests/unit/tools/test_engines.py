@@ -1,0 +1,43 @@
+"""How replicas' engines are started on a CPU, on GPUs, and simulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from adaptersync_tools.engines import EngineSettings, simulator_spec, vllm_spec
+
+SETTINGS = EngineSettings(model=Path("/models/tiny"), max_lora_rank=8, max_model_len=128)
+
+
+def value(command: tuple[str, ...], flag: str) -> str:
+    return command[command.index(flag) + 1]
+
+
+def test_a_replica_on_a_cpu() -> None:
+    spec = vllm_spec(SETTINGS, number=1, replicas=2, port=9001, gpus=0)
+    assert spec.command[1:3] == ("-m", "vllm.entrypoints.openai.api_server")
+    assert value(spec.command, "--model") == "/models/tiny"
+    assert value(spec.command, "--served-model-name") == "base"
+    assert value(spec.command, "--host") == "127.0.0.1"
+    assert value(spec.command, "--block-size") == "32"
+    assert int(value(spec.command, "--kv-cache-memory-bytes")) < 1 << 30
+    assert spec.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert spec.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "--enable-lora" in spec.command
+
+
+def test_replicas_share_gpus_in_turn() -> None:
+    specs = [vllm_spec(SETTINGS, number=number, replicas=3, port=9000, gpus=2) for number in range(3)]
+    assert [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["0", "1", "0"]
+    assert {value(spec.command, "--gpu-memory-utilization") for spec in specs} == {"0.450"}
+    for spec in specs:
+        assert not {"--dtype", "--block-size", "--kv-cache-memory-bytes"} & set(spec.command)
+        assert "OMP_NUM_THREADS" not in spec.environment
+
+
+def test_a_simulated_replica_has_the_same_limits() -> None:
+    real = vllm_spec(SETTINGS, number=0, replicas=1, port=9001, gpus=0).command
+    simulated = simulator_spec(SETTINGS, number=0, port=9001).command
+    for flag in ("--max-loras", "--max-cpu-loras", "--max-lora-rank", "--max-model-len", "--block-size", "--port"):
+        assert value(simulated, flag) == value(real, flag)
+    assert value(simulated, "--base-model-dir") == "/models/tiny"

@@ -21,6 +21,7 @@ module that touches TRL, which is loaded by importing this one. What it changes 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import pickle
@@ -29,7 +30,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +58,8 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "adaptersync.json"  # in a checkpoint, beside TRL's rollout_state.json
-STOP_S = 10.0  # for the rollout process to end once it is drained; what it still makes is not wanted
+STOP_S = 15.0  # for the rollout process to end while it is drained; what it still makes is not wanted
+LULL_S = 0.02  # without anything to read: then a queue is taken as drained, for now
 MISMATCHES = 3  # wrong versions for one request: then the fleet is at fault, not chance
 # The rollout process reports its counts as metrics, and these appear among TRL's.
 COUNTED_AS = {
@@ -230,8 +231,8 @@ class RolloutWorker(AsyncRolloutWorker):
             # The process cannot end while its queues' feeder threads have something left to hand over.
             while process.is_alive() and time.monotonic() < deadline:
                 for unread in (self.rollout_buffer, self.metrics_queue):
-                    _drain(unread)
-                process.join(0.05)
+                    _drain(unread, deadline)
+                process.join(LULL_S)
             if process.is_alive():
                 logger.warning("rollout process did not end within %.0f s: terminating it", STOP_S)
                 process.terminate()
@@ -246,15 +247,13 @@ class RolloutWorker(AsyncRolloutWorker):
             raise AdapterSyncError(f"the rollout process ended: {why}", next_step="its traceback is above") from error
 
 
-def _drain(unread: Any) -> None:
-    try:
-        while True:
-            unread.get_nowait()
-    except queue.Empty:
-        pass
+def _drain(unread: Any, deadline: float) -> None:
+    with contextlib.suppress(queue.Empty):
+        while time.monotonic() < deadline:
+            unread.get(timeout=LULL_S)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _our_rollout_worker() -> Iterator[None]:
     """While TRL's constructor runs, have it make our worker and not insist on vLLM, which nothing here uses."""
     theirs = async_grpo_trainer.AsyncRolloutWorker, async_rollout_worker.is_vllm_available
@@ -292,7 +291,10 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         if given.get("peft_config") is None:
             raise ConfigError("adaptersync moves adapters only", next_step="pass peft_config=LoraConfig(...)")
         self._adaptersync = adaptersync_config or load_config()
-        self.run = check_name("run", run or self._adaptersync.trainer.run)
+        name = run or self._adaptersync.trainer.run
+        if not name:
+            raise ConfigError("no run name", next_step="give run=..., or set trainer.run")
+        self.run = check_name("run", name)
         self._publisher: AdapterPublisher | None = None
         self._following = threading.Lock()
         with _our_rollout_worker():
@@ -369,7 +371,7 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         self._follow()
         metrics = self._metrics["train"]
         metrics["adaptersync/promotion_wait_s"].append(waited_s)
-        metrics["adaptersync/versions_behind_max"].append(float(publication.seq - (self._publisher.current_seq or 0)))
+        metrics["adaptersync/ahead_max"].append(float(publication.seq - (self._publisher.current_seq or 0)))
 
     def _on_main(self, action: Callable[[], None]) -> None:
         self._everywhere(action if self.accelerator.is_main_process else lambda: None)

@@ -11,7 +11,7 @@ from adaptersync_tools.demo.task import draw
 from adaptersync_tools.demo.tokenizer import build
 from adaptersync_tools.demo.warmup import Settings, answer_ids, prompts, warm_up
 
-pytestmark = [pytest.mark.trl, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.trl, pytest.mark.filterwarnings("default"), pytest.mark.timeout(180)]
 
 
 def test_a_question_becomes_one_token_per_character_between_markers() -> None:

@@ -18,7 +18,7 @@ from adaptersync_tools.demo.task import draw
 from adaptersync_tools.demo.tokenizer import build
 from adaptersync_tools.demo.warmup import answer_ids, prompts
 
-pytestmark = [pytest.mark.trl, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.trl, pytest.mark.filterwarnings("default"), pytest.mark.timeout(180)]
 
 
 @contextlib.asynccontextmanager

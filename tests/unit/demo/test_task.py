@@ -51,13 +51,13 @@ def test_another_setting_makes_another_base() -> None:
 
 
 def test_a_line_of_figures_has_our_names_and_all_counts() -> None:
-    line = figures({"reward": 0.512345678, "perf/step_s": 0.4, "loss": 1.0, "adaptersync/published": 3}, 2, 9.8765)
+    line = figures({"reward": 0.512345678, "perf/step_s": 0.4, "loss": 1.0, "sample/staleness_max": 2.0}, 2, 9.8765)
     assert line == {
         "step": 2,
         "seconds": 9.88,
         "reward": 0.51235,
         "step_s": 0.4,
-        "published": 3,
+        "behind": 2,
         "dropped_stale": 0,
         "retries": 0,
         "served_mismatch": 0,

@@ -9,7 +9,7 @@ import pytest
 
 from adaptersync.trainer.cpu import attention_over_segments, enable_cpu
 
-pytestmark = [pytest.mark.trl, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.trl, pytest.mark.filterwarnings("default"), pytest.mark.timeout(180)]
 
 
 @pytest.mark.parametrize("window", [-1, 2])

@@ -30,7 +30,8 @@ GENERATIONS = 8  # answers per problem: the group GRPO compares
 SAMPLES = 128  # answers per step, sixteen problems
 PROBLEMS = 4000
 
-# TRL's name → ours, for the figures of a step.
+# TRL's name → ours, for the figures of a step. `ahead`: publications the trainer is ahead of the fleet; `behind`: those
+# the oldest sample trained on was behind the trainer.
 FIGURES = {
     "reward": "reward",
     "ratio": "ratio",
@@ -43,9 +44,9 @@ FIGURES = {
     "perf/weight_sync_s": "sync_s",
     "perf/weight_sync_transfer_s": "save_s",
     "adaptersync/promotion_wait_s": "promotion_wait_s",
-    "adaptersync/versions_behind_max": "versions_behind",
+    "adaptersync/ahead_max": "ahead",
     "sample/staleness_mean": "staleness_mean",
-    "sample/staleness_max": "staleness_max",
+    "sample/staleness_max": "behind",
     "sample/dropped_stale_total": "dropped_stale",
     "rollout/vllm_retry_total": "retries",
     "adaptersync/served_mismatch_total": "served_mismatch",
@@ -55,7 +56,8 @@ FIGURES = {
     "adaptersync/superseded": "superseded",
     "adaptersync/rolled_back": "rolled_back",
 }
-COUNTED = frozenset({"dropped_stale", "retries", "served_mismatch", "repinned"})  # not reported when 0
+COUNTED = frozenset({"dropped_stale", "retries", "served_mismatch", "repinned"})  # TRL leaves a count of 0 out
+WHOLE = COUNTED | {"ahead", "behind", "published", "promoted", "superseded", "rolled_back"}
 
 
 def figures(logs: dict[str, Any], step: int, seconds: float) -> dict[str, Any]:
@@ -66,7 +68,7 @@ def figures(logs: dict[str, Any], step: int, seconds: float) -> dict[str, Any]:
         if value is None and ours in COUNTED:
             value = 0
         if value is not None:
-            line[ours] = round(value, 5)
+            line[ours] = int(value) if ours in WHOLE else round(value, 5)
     return line
 
 

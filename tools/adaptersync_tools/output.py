@@ -65,12 +65,13 @@ def state(name: str) -> Text:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """Columns ending in ">" are numbers and stand right."""
+    """Columns ending in ">" are numbers and stand right; those ending in "!" are never broken."""
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     made.show_header = any(columns)
     for column in columns:
         number = column.endswith(">")
-        made.add_column(column.rstrip(">"), justify="right" if number else "left", no_wrap=number, overflow="fold")
+        whole = number or column.endswith("!")
+        made.add_column(column.rstrip(">!"), justify="right" if number else "left", no_wrap=whole, overflow="fold")
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else _cell(cell) for cell in row))
     return made

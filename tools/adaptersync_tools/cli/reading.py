@@ -6,7 +6,7 @@ import asyncio
 import re
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from adaptersync_tools import explain, views
 from adaptersync_tools.cli.common import config_option, json_option, settings, visit
 from adaptersync_tools.output import EVENT_STYLES, console, milliseconds, print_json, seconds, state, table
 
+NARROW = 140  # columns of a terminal that does not hold all of a version's
 PAGE = 500  # stream entries of one read
 _AGE = re.compile(r"(\d+(?:\.\d+)?)(s|min|m|h|d)")
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
@@ -82,7 +83,7 @@ def _print_status(view: views.StatusView) -> None:
         )
         for each in view.replicas
     ]
-    columns: tuple[str, ...] = ("replica", "state", "for>", "holds>", "slots>", "heard>", "engine", "url", "why")
+    columns: tuple[str, ...] = ("replica!", "state!", "for>", "holds>", "slots>", "heard>", "engine", "url", "why")
     out.print(table("Replicas", columns, replicas) if replicas else Text("no replicas", "dim"))
     runs = [
         (
@@ -97,10 +98,10 @@ def _print_status(view: views.StatusView) -> None:
         )
         for each in view.runs
     ]
-    columns = ("run", "epoch>", "current", "for>", "replicas>", "window>", "candidate", "waiting>")
+    columns = ("run!", "epoch>", "current!", "for>", "replicas>", "window>", "candidate", "waiting>")
     out.print(table("Runs", columns, runs) if runs else Text("no runs yet: adaptersync publish --help", "dim"))
     routers = [(each.router, each.url, each.generation, each.behind, each.inflight) for each in view.routers]
-    columns = ("router", "url", "generation>", "behind>", "in flight>")
+    columns = ("router!", "url", "generation>", "behind>", "in flight>")
     out.print(table("Routers", columns, routers) if routers else Text("no routers", "dim"))
 
 
@@ -113,8 +114,8 @@ def versions(run: str | None, config_path: Path | None, as_json: bool, limit: in
     """Show versions of RUN or of all runs, newest first.
 
     \b
-    staged, verified, loaded, proved: milliseconds of the slowest replica.
     waited: from publication to promotion.
+    phases: staged, verified, loaded and, where it is done, proved; milliseconds of the slowest replica.
     Example:
       adaptersync versions my-run --limit 5
     """
@@ -138,25 +139,40 @@ def versions(run: str | None, config_path: Path | None, as_json: bool, limit: in
     if as_json:
         print_json(found)
         return
+    out = console()
+    columns: tuple[str, ...] = (
+        "version!",
+        "state!",
+        "step>",
+        "age>",
+        "replicas>",
+        "waited>",
+        "phases, ms>",
+        "size>",
+        "stored!",
+        "why",
+    )
     rows = [_version_row(view) for view in found]
-    columns = ("version", "state", "step>", "size>", "age>", "replicas>", "waited>", "staged>", "verified>", "loaded>",
-               "proved>", "stored", "why")  # fmt: skip
-    console().print(table("Versions", columns, rows) if rows else Text("no versions yet", "dim"))
+    if out.width < NARROW:  # what can be done without, so that the rest stays whole
+        columns, rows = (*columns[:7], columns[9]), [(*row[:7], row[9]) for row in rows]
+    out.print(table("Versions", columns, rows) if rows else Text("no versions yet", "dim"))
 
 
 def _version_row(view: views.VersionView) -> tuple[Any, ...]:
     accepted = sum(ack.accepted for ack in view.acks.values())
     refusals = [f"{replica}: {ack.reason}" for replica, ack in view.acks.items() if not ack.accepted]
+    if view.verified is False:
+        refusals.insert(0, "stored bytes are not what was announced")
     stored = {True: Text("verified", "green"), False: Text("CORRUPT", "bold red"), None: Text("")}[view.verified]
     return (
         view.version,
         state(view.state),
         "" if view.step is None else view.step,
-        "" if view.size is None else views.size(view.size),
         seconds(view.age_s),
         f"{accepted}/{len(view.acks)}" if view.acks else "",
         seconds(view.promoted_s),
-        *(milliseconds(view.phase(phase)) for phase in views.PHASES),
+        " ".join(milliseconds(spent) for phase in views.PHASES if (spent := view.phase(phase)) is not None),
+        "" if view.size is None else views.size(view.size),
         stored,
         view.reason or "; ".join(refusals) or ("changes nothing: every lora_B is zero" if view.noop else ""),
     )
@@ -179,8 +195,9 @@ def events(config_path: Path | None, as_json: bool, follow: bool, since: str | N
     config = settings(config_path)
     start = _stream_id(since) if since else None
     entries = visit(config, lambda registry: _past(registry, start))
+    tell = _printer(as_json)
     for entry in entries:
-        _print_event(entry, as_json)
+        tell(entry)
     if not follow:
         return
 
@@ -191,7 +208,7 @@ def events(config_path: Path | None, as_json: bool, follow: bool, since: str | N
         )
         async for batch in batches:
             for entry in batch:
-                _print_event(entry, as_json)
+                tell(entry)
 
     asyncio.run(watch(Keys(config.group.name).events))
 
@@ -217,19 +234,26 @@ def _stream_id(since: str) -> str:
     raise click.BadParameter("give a time such as 30s, 10min, 2h or 1d, or a stream id", param_hint="--since")
 
 
-def _print_event(entry: Entry, as_json: bool) -> None:
-    entry_id, fields = entry
-    at = datetime.fromtimestamp(int(entry_id.partition("-")[0]) / 1000, tz=UTC)
-    if as_json:
-        sys.stdout.write(orjson.dumps({"id": entry_id, "at": at.isoformat(), **fields}).decode() + "\n")
+def _printer(as_json: bool) -> Callable[[Entry], None]:
+    """Prints one event as a line, at once: who follows through a pipe wants it now."""
+    out = console()
+
+    def tell(entry: Entry) -> None:
+        entry_id, fields = entry
+        at = datetime.fromtimestamp(int(entry_id.partition("-")[0]) / 1000, tz=UTC)
+        if as_json:
+            sys.stdout.write(orjson.dumps({"id": entry_id, "at": at.isoformat(), **fields}).decode() + "\n")
+        else:
+            kind = fields.get("type", "?")
+            subject, text = views.tell(fields)
+            bad = fields.get("accepted") == "false" or fields.get("ok") == "false"
+            style = "bold red" if bad else EVENT_STYLES.get(kind, "")
+            clock = at.astimezone().strftime("%H:%M:%S.%f")[:-3]
+            line = Text.assemble((clock, "dim"), "  ", (f"{kind:<20}", style), " ", (subject, "bold"), "  ", text)
+            out.print(line, soft_wrap=True)
         sys.stdout.flush()
-        return
-    kind = fields.get("type", "?")
-    subject, text = views.tell(fields)
-    style = EVENT_STYLES.get(kind, "red" if fields.get("accepted") == "false" or fields.get("ok") == "false" else "")
-    clock = at.astimezone().strftime("%H:%M:%S.%f")[:-3]
-    line = Text.assemble((clock, "dim"), "  ", (f"{kind:<20}", style), " ", (subject, "bold"), "  ", text)
-    console().print(line, soft_wrap=True)
+
+    return tell
 
 
 @click.command("config")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import socket
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class Fleet:
         config = Config(
             group=GroupSection(name="test", base_model="base"),
             redis=RedisSection(control_url=self.control_url, cache_url=self.cache_url),
-            router=RouterSection(**{"port": 0, "hold_s": 5.0, "connect_timeout_s": 1.0} | settings),
+            router=RouterSection(**{"port": 0, "hold_s": 50.0, "connect_timeout_s": 1.0} | settings),
         )
         async with serving(config, drain_s=2.0) as router:
             self.url = router.url
@@ -86,7 +87,7 @@ class Fleet:
             return Answer(answer.status, answer.headers, await answer.read())
 
     async def post(self, path: str, body: object, *, url: str = "", **more: Any) -> Answer:
-        sent = {"data": body} if isinstance(body, bytes) else {"json": body}
+        sent = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
         async with self.session.post((url or self.url) + path, **sent, **more) as answer:
             return Answer(answer.status, answer.headers, await answer.read())
 

@@ -5,7 +5,9 @@ A held request waits for the table to change, never by polling, in bounded numbe
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 from adaptersync.router.fates import Fates
 from adaptersync.router.resolve import RETRY_S, Ask, Fate, Hold, Target, resolve
@@ -14,7 +16,7 @@ from adaptersync_core.errors import ControlError, Unroutable
 
 
 class Admission:
-    """`held` is how many requests wait at this moment."""
+    """`held` is how many requests wait at this moment, for a table or for a record."""
 
     def __init__(self, view: TableView, fates: Fates, *, base_model: str, hold_s: float, held_requests: int) -> None:
         self._view = view
@@ -41,7 +43,8 @@ class Admission:
 
     async def _ask(self, name: str, ask: Ask, generation: int) -> Fate:
         try:
-            return await self._fates.read(name, ask.wanted, generation)
+            with self._holding(name, "model is not in the table"):
+                return await self._fates.read(name, ask.wanted, generation)
         except ControlError as error:
             if ask.otherwise is not None:
                 return ask.otherwise
@@ -62,12 +65,17 @@ class Admission:
                 model=name,
                 held_s=self._hold_s,
             )
+        with self._holding(name, reason):
+            await self._view.change(left_s)
+
+    @contextlib.contextmanager
+    def _holding(self, name: str, reason: str) -> Iterator[None]:
         if self.held >= self._held_requests:
             raise Unroutable(
                 f"{reason}, and no more requests can be held", status=503, retry_after_s=RETRY_S, model=name
             )
         self.held += 1
         try:
-            await self._view.change(left_s)
+            yield
         finally:
             self.held -= 1

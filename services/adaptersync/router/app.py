@@ -34,7 +34,7 @@ CACHE_TIMEOUT_S = 0.25  # for a decision; past it the router decides alone
 ROWS_TIMEOUT_S = 5.0  # for a batch of ledger rows, which the control server writes to disk
 IDLE_S = 4.0  # keep-alive towards replicas: shorter than the 5 s after which vLLM's server closes
 DRAIN_S = 60.0  # how long a stop waits for requests in flight
-FLUSH_S = 5.0  # how long it then waits for the ledger
+FLUSH_S = 3.0  # how long it then waits for the ledger
 
 log = logging.getLogger(__name__)
 

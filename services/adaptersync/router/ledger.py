@@ -101,10 +101,13 @@ class Ledger:
         try:
             async with asyncio.timeout(timeout_s):
                 while self._rows:
-                    await self._write_batch()
-        except (TimeoutError, ControlError) as error:
+                    try:
+                        await self._write_batch()
+                    except ControlError:
+                        await asyncio.sleep(GATHER_S)
+        except TimeoutError:
             self.lost += len(self._rows)
-            log.error("%d ledger rows are lost at stop: %s", len(self._rows), error or "no time left")
+            log.error("%d ledger rows are lost: they could not be written before the stop", len(self._rows))
             self._rows.clear()
 
     async def _write_batch(self) -> None:

@@ -35,7 +35,7 @@ from adaptersync.router.policy import Choice
 from adaptersync.router.resolve import RETRY_S, Target
 from adaptersync.router.table import TableView
 from adaptersync.router.tokens import NOTHING, routing_tokens
-from adaptersync.router.upstream import answer_headers, read_whole, request_headers
+from adaptersync.router.upstream import answer_headers, payload, read_whole, request_headers
 from adaptersync.router.usage import NO_USAGE, TAIL_BYTES, Usage, read_usage
 from adaptersync_core.blocks import block_hashes
 from adaptersync_core.config import RouterSection
@@ -272,7 +272,9 @@ class Proxy:
         call.engine_epoch = member.engine_epoch
         sent = time.monotonic()
         try:
-            async with self._session.post(member.url + request.path_qs, data=body, headers=headers) as answer:
+            async with self._session.post(
+                member.url.rstrip("/") + request.path_qs, data=payload(body), headers=headers
+            ) as answer:
                 call.first_byte_s = time.monotonic() - sent
                 call.status = answer.status
                 self._outages.reached(replica)

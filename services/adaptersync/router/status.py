@@ -159,7 +159,7 @@ class Status:
         for member in ready:
             try:
                 async with self._session.get(
-                    member.url + "/v1/models", timeout=ClientTimeout(total=MODELS_TIMEOUT_S)
+                    member.url.rstrip("/") + "/v1/models", timeout=ClientTimeout(total=MODELS_TIMEOUT_S)
                 ) as answer:
                     listed = orjson.loads(await read_whole(answer, MODELS_LIMIT))["data"]
                 model_len = next(int(card["max_model_len"]) for card in listed if not card.get("parent"))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 
 from aiohttp import ClientPayloadError, ClientResponse, web
 from aiohttp.typedefs import LooseHeaders
+
+_ONE_WRITE = 256 << 10  # bytes
 
 # headers that belong to one connection
 _HOP = (
@@ -40,6 +43,11 @@ def answer_headers(answer: ClientResponse, ours: Mapping[str, str]) -> LooseHead
         sent.popall(name, None)
     sent.update(ours)
     return sent
+
+
+def payload(body: bytes) -> bytes | io.BytesIO:
+    """The body as the client takes it: a large one piece by piece, so that writing it does not hold the loop up."""
+    return body if len(body) <= _ONE_WRITE else io.BytesIO(body)
 
 
 async def read_whole(answer: ClientResponse, limit: int) -> bytes:

@@ -27,7 +27,7 @@ async def test_a_request_for_a_coming_version_is_held_until_it_is_current(fleet:
         await wait_until(lambda: _is_held(fleet, 2))
         assert not any(task.done() for task in waiting)
         await fleet.table({V1: "retained", V2: "current"})
-        for answer in await asyncio.gather(*waiting):
+        for answer in await asyncio.wait_for(asyncio.gather(*waiting), timeout=5.0):
             assert (answer.status, answer.headers["x-adaptersync-version"]) == (200, V2)
         rows = await fleet.rows(2)
         assert all(float(row["hold_s"]) > 0 for row in rows)
@@ -43,7 +43,7 @@ async def test_the_first_version_of_a_run_is_waited_for_by_its_alias(fleet: Flee
         await fleet.table({V1: "staging"})
         assert not waiting.done()
         await fleet.table({V1: "current"})
-        assert (await waiting).headers["x-adaptersync-version"] == V1
+        assert (await asyncio.wait_for(waiting, timeout=5.0)).headers["x-adaptersync-version"] == V1
 
 
 async def test_holding_ends_with_a_word_when_to_come_back(fleet: Fleet) -> None:
@@ -64,7 +64,7 @@ async def test_only_so_many_are_held(fleet: Fleet) -> None:
         await wait_until(lambda: _is_held(fleet, 1))
         assert (await fleet.complete(V1)).status == 503
         await fleet.table({V1: "current"})
-        assert (await waiting).status == 200
+        assert (await asyncio.wait_for(waiting, timeout=5.0)).status == 200
 
 
 async def test_a_held_version_that_is_given_up_is_refused_with_the_reason(fleet: Fleet) -> None:
@@ -74,7 +74,7 @@ async def test_a_held_version_that_is_given_up_is_refused_with_the_reason(fleet:
         await wait_until(lambda: _is_held(fleet, 1))
         await fleet.tables.record(V2, "rolled_back", "rank 64 is over the limit")
         await fleet.table({V1: "current"})
-        answer = await waiting
+        answer = await asyncio.wait_for(waiting, timeout=5.0)
         assert answer.status == 409
         assert "rank 64 is over the limit" in answer.message
 

@@ -36,6 +36,18 @@ async def test_a_body_is_passed_untouched(fleet: Fleet) -> None:
         assert {request.path for request in seen} == {"/v1/completions", "/v1/chat/completions"}
 
 
+async def test_a_large_body_passes_and_is_sent_again_when_a_replica_fails(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, {name: url + "/" for name, url in fleet.urls.items()})
+    body = orjson.dumps({"model": V1, "prompt": "x" * (3 << 20)})
+    for replica in fleet.replicas.values():
+        replica.fail = [503]
+    next(iter(fleet.replicas.values())).fail = []
+    async with fleet.router():
+        for _ in range(2):
+            assert (await fleet.post("/v1/completions", body)).status == 200
+        assert {request.body for replica in fleet.replicas.values() for request in replica.seen} == {body}
+
+
 async def test_an_alias_changes_the_model_and_nothing_else(fleet: Fleet) -> None:
     await fleet.tables.write({V1: "current"}, fleet.urls)
     body = (

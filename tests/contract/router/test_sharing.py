@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 from collections import Counter
 
+from adaptersync.router.ownership import Ownership
+from adaptersync_core.keys import Keys
+from adaptersync_core.pipe import Pipe
 from support.router_fleet import V1, V2, Fleet
 from support.wait import wait_until
 
@@ -119,6 +122,29 @@ async def test_two_routers_decide_as_one(fleet: Fleet) -> None:
             replica.gate.set()
         await asyncio.gather(*burst, answer)
         await wait_until(lambda: _idle(fleet))
+
+
+async def test_ends_are_told_at_once_and_stay_told(cache_url: str) -> None:
+    """Without the beat, which would mend a count that was not told; and the beat does not bring it back."""
+    keys, pipe = Keys("test"), Pipe(cache_url, name="test", timeout_s=2.0)
+    await pipe.connect()
+    ownership = Ownership(pipe, keys, router="left", spill=8, blocks_per_version=1000)
+    telling = asyncio.create_task(ownership.tell_ends())
+    choices = [await ownership.choose(V1, (), ("r0", "r1"), turn) for turn in range(4)]
+    assert await pipe.call("HGET", keys.inflight, "r0") == "2"
+    for choice in choices:
+        ownership.release(choice)
+
+    async def told() -> bool:
+        return not await pipe.call("EXISTS", keys.inflight)
+
+    await wait_until(told)
+    telling.cancel()
+    beating = asyncio.create_task(ownership.beat())
+    await wait_until(lambda: pipe.call("EXISTS", keys.inflight))
+    assert await pipe.call("HKEYS", keys.inflight) == ["left|"]  # a lease, and nothing in flight
+    beating.cancel()
+    await pipe.close()
 
 
 async def test_a_router_that_stops_leaves_nothing_behind(fleet: Fleet) -> None:

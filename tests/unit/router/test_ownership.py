@@ -117,13 +117,26 @@ def hashes_of(prompt: str, version: str = VERSION) -> list[str]:
     return block_hashes(version, list(prompt.encode()), 1, 100)
 
 
-@given(steps)
+# what an eviction or another router may have left: any owners on any block
+tables = st.dictionaries(
+    prompts.filter(bool), st.tuples(st.sampled_from(("", MANY)), st.lists(st.sampled_from(REPLICAS), unique=True))
+)
+
+
+@given(tables, steps)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_script_and_policy_agree(
-    cache: redis.Redis, route: Route, steps: list[tuple[str, list[str], int, int, bool]]
+    cache: redis.Redis,
+    route: Route,
+    table: dict[str, tuple[str, list[str]]],
+    steps: list[tuple[str, list[str], int, int, bool]],
 ) -> None:
     cache.flushall()
     model = Model()
+    for path, (child, owners) in table.items():
+        name = hashes_of(path)[-1]
+        model.blocks[name] = Block(child=child, owners=tuple(owners))
+        cache.hset(KEYS.owned(VERSION), name, f"{child}:{','.join(owners)}")
     release = Script("release")
     for prompt, candidates, spill, turn, ends in steps:
         hashes = hashes_of(prompt)

@@ -117,9 +117,14 @@ def hashes_of(prompt: str, version: str = VERSION) -> list[str]:
     return block_hashes(version, list(prompt.encode()), 1, 100)
 
 
-# what an eviction or another router may have left: any owners on any block
-tables = st.dictionaries(
-    prompts.filter(bool), st.tuples(st.sampled_from(("", MANY)), st.lists(st.sampled_from(REPLICAS), unique=True))
+# what an eviction or a lost script may have left: any owners on any block of some prompts, and blocks without owners
+tables = st.lists(
+    st.tuples(
+        prompts,
+        st.sampled_from(("", MANY)),
+        st.lists(st.lists(st.sampled_from(REPLICAS), unique=True), min_size=8, max_size=8),
+    ),
+    max_size=4,
 )
 
 
@@ -128,15 +133,15 @@ tables = st.dictionaries(
 def test_script_and_policy_agree(
     cache: redis.Redis,
     route: Route,
-    table: dict[str, tuple[str, list[str]]],
+    table: list[tuple[str, str, list[list[str]]]],
     steps: list[tuple[str, list[str], int, int, bool]],
 ) -> None:
     cache.flushall()
     model = Model()
-    for path, (child, owners) in table.items():
-        name = hashes_of(path)[-1]
-        model.blocks[name] = Block(child=child, owners=tuple(owners))
-        cache.hset(KEYS.owned(VERSION), name, f"{child}:{','.join(owners)}")
+    for prompt, child, owners_by_block in table:
+        for name, owners in zip(hashes_of(prompt), owners_by_block, strict=False):
+            model.blocks[name] = Block(child=child, owners=tuple(owners))
+            cache.hset(KEYS.owned(VERSION), name, f"{child}:{','.join(owners)}")
     release = Script("release")
     for prompt, candidates, spill, turn, ends in steps:
         hashes = hashes_of(prompt)

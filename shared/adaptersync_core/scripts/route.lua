@@ -86,7 +86,18 @@ redis.call('HINCRBY', KEYS[2], chosen, 1)
 redis.call('HINCRBY', KEYS[2], router .. '|' .. chosen, 1)
 redis.call('EXPIRE', KEYS[2], ARGV[6])
 
-local changes = {}
+local function joined(holders)
+  if string.find(',' .. holders .. ',', ',' .. chosen .. ',', 1, true) then
+    return holders
+  end
+  local _, commas = string.gsub(holders, ',', '')
+  if commas + 1 >= OWNERS then
+    holders = string.match(holders, ',(.*)$')
+  end
+  return holders == '' and chosen or holders .. ',' .. chosen
+end
+
+local changes, before, after = {}, nil, nil
 for k = 1, blocks do
   local following = k < blocks and string.sub(ARGV[offset + k + 1], 1, HEAD) or ''
   local heir, holders = child[k] or '', owners[k] or ''
@@ -95,12 +106,11 @@ for k = 1, blocks do
   elseif following ~= '' and heir ~= following then
     heir = '*'
   end
-  if k > common and not string.find(',' .. holders .. ',', ',' .. chosen .. ',', 1, true) then
-    local _, commas = string.gsub(holders, ',', '')
-    if commas + 1 >= OWNERS then
-      holders = string.match(holders, ',(.*)$')
+  if k > common then
+    if holders ~= before then
+      before, after = holders, joined(holders)
     end
-    holders = holders == '' and chosen or holders .. ',' .. chosen
+    holders = after
   end
   if k > known or heir ~= child[k] or holders ~= owners[k] then
     changes[#changes + 1] = ARGV[offset + k]

@@ -20,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "mutation: breaks a rule on purpose, in a copy, and wants a named test to fail")
     config.addinivalue_line(
         "markers", "foreign_keys(reason): the test writes keys that are not the product's; no check of keys"
     )

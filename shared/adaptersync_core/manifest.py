@@ -27,7 +27,7 @@ CONFIG_LIMIT = 1 << 20  # bytes
 WEIGHTS_LIMIT = 4 << 30  # bytes; far above any LoRA adapter, far below what would fill a host by accident
 MANIFEST_LIMIT = 8 << 20  # bytes; about 40,000 tensors
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"  # of a tensor's name, as PEFT saves it
-FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of the types an adapter may have
 PLAIN_INITIALIZATIONS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")  # those that leave the base as it is
 
 
@@ -144,7 +144,7 @@ def inspect(directory: Path) -> AdapterShape:
         for name, tensor in tensors.items():
             if noop and name.endswith(B):
                 file.seek(data + tensor.data_offsets[0])
-                noop = _zero(file, tensor.data_offsets[1] - tensor.data_offsets[0])
+                noop = _zero(file, tensor.data_offsets[1] - tensor.data_offsets[0], FLOATS[tensor.dtype])
     modules = config.target_modules
     return AdapterShape(
         rank=rank,
@@ -157,11 +157,11 @@ def inspect(directory: Path) -> AdapterShape:
     )
 
 
-def _zero(file: BinaryIO, size: int) -> bool:
-    """Whether the next `size` bytes are all zero."""
+def _zero(file: BinaryIO, size: int, width: int) -> bool:
+    """Whether the next `size` bytes are floats of `width` bytes that are all zero, negative zero included."""
     while size > 0:
         chunk = file.read(min(CHUNK, size))
-        if not chunk or chunk.count(0) != len(chunk):
+        if not chunk or chunk.count(0) + chunk[width - 1 :: width].count(0x80) != len(chunk):
             return False
         size -= len(chunk)
     return True

@@ -139,6 +139,8 @@ class AdapterPublisher:
         serve it, StoreError when it cannot be stored, Fenced when a newer trainer has begun the run. After an error
         nothing was announced, and the next call may publish the same again.
         """
+        if not self._thread.is_alive():
+            raise PublicationFailed("publisher is closed", next_step="publish before close()", run=self.run)
         with self._publishing, _directory(source) as directory:
             began = time.monotonic()
             shape = inspect(directory)
@@ -205,8 +207,6 @@ class AdapterPublisher:
                 await self._look()
             except AdapterSyncError as error:
                 log.warning("outcomes not known: %s", error)
-            except Exception:  # a callback of the caller: it must not end the watch that everybody waits for
-                log.exception("a callback for promotions failed")
 
     async def _look(self) -> None:
         # Before the table, so that whoever hears that a version is current finds it in `current_seq`.
@@ -216,11 +216,17 @@ class AdapterPublisher:
         current = table.versions.get(entry.current) if entry and entry.current else None
         if current is not None and current.epoch == self.epoch and current.seq != self.current_seq:
             self.current_seq = current.seq
-            for callback in self._watchers:
-                callback(current.seq)
+            self._tell(current.seq)
         for name, outcome in outcomes.items():
             if outcome is not None:
                 self._pending.pop(name).settle(outcome)
+
+    def _tell(self, seq: int) -> None:
+        for callback in self._watchers:
+            try:
+                callback(seq)
+            except Exception:  # the caller's own: it must not end the watch that everybody waits for
+                log.exception("a callback for promotions failed")
 
     async def _insist(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         deadline = time.monotonic() + INSIST_S

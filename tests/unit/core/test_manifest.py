@@ -222,6 +222,12 @@ def test_an_adapter_changes_nothing_only_if_every_byte_of_every_b_is_zero(tmp_pa
     assert inspect(written(tmp_path / "a", tensors, r=2)).noop is (where is None)
 
 
+@pytest.mark.parametrize(("raw", "noop"), [(b"\0\0\0\x80", True), (b"\0\0\x80\0", False), (b"\0\0\1\x80", False)])
+def test_negative_zero_is_zero(tmp_path: Path, raw: bytes, noop: bool) -> None:
+    tensors = pair() | {f"{STEM}.lora_B.weight": ((4, 2), raw * 8)}
+    assert inspect(written(tmp_path / "a", tensors, r=2)).noop is noop
+
+
 def base_of(shape: AdapterShape) -> dict[str, tuple[int, ...]]:
     stems = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in shape.tensors}
     return {f"{stem}.weight": (8, 8) for stem in stems}

@@ -1,0 +1,392 @@
+"""Publishing from a trainer to a real coordinator and scripted replicas: what becomes of it, and what may fail."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from adaptersync.coordinator.app import _coordinate
+from adaptersync.trainer import publisher as publisher_module
+from adaptersync.trainer.publisher import AdapterPublisher, Outcome
+from adaptersync_core.config import (
+    Config,
+    CoordinatorSection,
+    GroupSection,
+    JobsSection,
+    RedisSection,
+    StoreSection,
+    TrainerSection,
+)
+from adaptersync_core.errors import (
+    AdapterInvalid,
+    ConfigError,
+    ControlUnavailable,
+    Fenced,
+    NameInvalid,
+    PublicationFailed,
+    StoreError,
+)
+from adaptersync_core.keys import Keys
+from adaptersync_core.manifest import WEIGHTS_FILE
+from adaptersync_core.redis import RedisClient
+from adaptersync_core.registry import Registry, Request
+from adaptersync_core.store import ArtifactStore, verify_files
+from support.artifacts import small_adapter
+from support.proxy import Fault, FaultProxy
+from support.scripted import ScriptedReplica
+from support.wait import wait_until
+
+CURRENT = Outcome(state="current")
+
+
+class Group:
+    """A coordinator and two scripted replicas; `config` is what a trainer needs."""
+
+    def __init__(self, config: Config, registry: Registry, scratch: Path) -> None:
+        self.config = config
+        self.registry = registry
+        self.replicas = [ScriptedReplica(registry, name) for name in ("r1", "r2")]
+        self.store = ArtifactStore(Path(config.store.path))
+        self._scratch = scratch
+        self._made = 0
+
+    def adapter(self, **more: float) -> Path:
+        """Another adapter each time."""
+        self._made += 1
+        return small_adapter(self._scratch / f"adapter-{self._made}", seed=self._made, scale=more.get("scale", 0.5))
+
+
+def config_of(redis_url: str, directory: Path) -> Config:
+    return Config(
+        group=GroupSection(name="group"),
+        redis=RedisSection(control_url=redis_url),
+        store=StoreSection(path=str(directory / "store")),
+        coordinator=CoordinatorSection(min_ready=2, tick_s=0.05),
+        trainer=TrainerSection(run="run", max_staleness=1),
+        jobs=JobsSection(verify=False),
+    )
+
+
+@pytest.fixture
+async def group(redis_url: str, tmp_path: Path) -> AsyncIterator[Group]:
+    config = config_of(redis_url, tmp_path)
+    client = RedisClient(redis_url, name="test")
+    group = Group(config, Registry(client, Keys("group")), tmp_path)
+    tasks = [asyncio.create_task(replica.live()) for replica in group.replicas]
+    tasks.append(asyncio.create_task(_coordinate(config)))
+    yield group
+    for task in tasks:
+        task.cancel()
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    await client.close()
+    assert all(isinstance(end, asyncio.CancelledError) for end in ended), ended
+
+
+@asynccontextmanager
+async def publishing(config: Config, run: str | None = None) -> AsyncIterator[AdapterPublisher]:
+    publisher = await asyncio.to_thread(AdapterPublisher, config, run)
+    try:
+        yield publisher
+    finally:
+        await asyncio.to_thread(publisher.close)
+
+
+@pytest.fixture
+async def publisher(group: Group) -> AsyncIterator[AdapterPublisher]:
+    async with publishing(group.config) as publisher:
+        yield publisher
+
+
+async def publish(publisher: AdapterPublisher, source: object, **more: int) -> publisher_module.Publication:
+    return await asyncio.to_thread(publisher.publish, source, **more)  # type: ignore[arg-type]
+
+
+async def outcome(publication: publisher_module.Publication) -> Outcome:
+    return await asyncio.to_thread(publication.wait, 10)
+
+
+async def test_a_published_version_becomes_current(group: Group, publisher: AdapterPublisher) -> None:
+    told: list[int] = []
+    publisher.on_promoted(told.append)
+    source = group.adapter()
+    publication = await publish(publisher, source, step=12)
+    assert await outcome(publication) == publication.outcome == CURRENT
+    assert (publication.seq, publisher.epoch, publisher.latest_seq) == (1, 1, 1)
+    assert publication.adapter_id == f"run-v1-{publication.digest[:12]}"
+    await wait_until(lambda: told == [1])
+    assert publisher.current_seq == 1
+    manifest = group.store.read_manifest(publication.adapter_id)
+    assert manifest == publication.manifest == await group.registry.manifest(publication.adapter_id)
+    assert (manifest.step, manifest.epoch) == (12, 1)
+    assert manifest.timings["hashed_s"] > 0
+    verify_files(manifest, group.store.directory(publication.adapter_id))
+    assert (await group.registry.table()).runs["run"].max_staleness == 1
+
+
+async def test_the_same_bytes_again_are_another_version(group: Group, publisher: AdapterPublisher) -> None:
+    source = group.adapter()
+    first = await publish(publisher, source)
+    second = await publish(publisher, str(source))
+    assert (first.seq, second.seq) == (1, 2)
+    assert first.digest == second.digest
+    assert await outcome(second) == CURRENT
+
+
+async def test_a_refused_version_is_rolled_back_with_its_reasons_and_the_next_is_not(
+    group: Group, publisher: AdapterPublisher
+) -> None:
+    group.replicas[0].refuses[2] = "rank 32 is above the engine's 16"
+    assert await outcome(await publish(publisher, group.adapter())) == CURRENT
+    refused = await outcome(await publish(publisher, group.adapter()))
+    assert refused == Outcome(state="rolled_back", reason="r1: rank 32 is above the engine's 16")
+    assert publisher.current_seq == 1
+    assert await outcome(await publish(publisher, group.adapter())) == CURRENT
+
+
+async def test_what_is_overtaken_while_the_fleet_is_busy_is_superseded(
+    group: Group, publisher: AdapterPublisher
+) -> None:
+    for replica in group.replicas:
+        replica.answers.clear()
+    first = await publish(publisher, group.adapter())
+    await wait_until(lambda: _candidate(group, first.adapter_id))
+    later = [await publish(publisher, group.adapter()) for _ in range(3)]
+    assert [publication.outcome for publication in (first, *later)] == [None] * 4
+    for replica in group.replicas:
+        replica.answers.set()
+    states = [(await outcome(publication)).state for publication in (first, *later)]
+    assert states == ["current", "superseded", "superseded", "current"]
+    assert later[-1].adapter_id in (await outcome(later[0])).reason
+
+
+async def _candidate(group: Group, name: str) -> bool:
+    return (await group.registry.table()).candidate("run") == name
+
+
+async def test_a_rollback_is_heard_of(group: Group, publisher: AdapterPublisher) -> None:
+    told: list[int] = []
+    publisher.on_promoted(told.append)
+    for _ in range(2):
+        assert await outcome(await publish(publisher, group.adapter())) == CURRENT
+    await wait_until(lambda: told == [1, 2])
+    await group.registry.request(Request(kind="rollback", run="run", reason="wrong language"))
+    await wait_until(lambda: told == [1, 2, 1])
+    assert publisher.current_seq == 1
+
+
+async def test_who_is_slow_to_answer_is_said_to_be(group: Group, publisher: AdapterPublisher) -> None:
+    group.replicas[0].answers.clear()
+    publication = await publish(publisher, group.adapter())
+    with pytest.raises(PublicationFailed, match=r"no outcome in 0\.2 s") as refusal:
+        await asyncio.to_thread(publication.wait, 0.2)
+    assert refusal.value.ids["version"] == publication.adapter_id
+    assert "adaptersync status" in refusal.value.next_step
+    group.replicas[0].answers.set()
+    assert await outcome(publication) == CURRENT
+
+
+# trainers that follow each other
+
+
+async def test_a_newer_trainer_fences_the_older_and_numbers_go_on(group: Group, publisher: AdapterPublisher) -> None:
+    assert await outcome(await publish(publisher, group.adapter())) == CURRENT
+    async with publishing(group.config) as newer:
+        assert (newer.epoch, newer.latest_seq) == (publisher.epoch + 1, 1)
+        before = await group.registry.published("run")
+        with pytest.raises(Fenced, match="newer trainer") as refusal:
+            await publish(publisher, group.adapter())
+        assert refusal.value.ids["epoch"] == 1
+        assert await group.registry.published("run") == before
+        publication = await publish(newer, group.adapter())
+        assert publication.seq == 2
+        assert await outcome(publication) == CURRENT
+        await wait_until(lambda: newer.current_seq == 2)
+        assert publisher.current_seq == 1  # what another trainer promoted is not this one's
+
+
+async def test_two_runs_of_one_group(group: Group, publisher: AdapterPublisher) -> None:
+    async with publishing(group.config, "other-run") as other:
+        for one in (publisher, other):
+            assert await outcome(await publish(one, group.adapter())) == CURRENT
+    assert await group.registry.runs() == ["other-run", "run"]
+
+
+async def test_two_threads_publish_in_some_order_and_none_is_lost(group: Group, publisher: AdapterPublisher) -> None:
+    sources = [group.adapter() for _ in range(12)]
+    with ThreadPoolExecutor(2) as threads:
+        loop = asyncio.get_running_loop()
+        made = await asyncio.gather(*(loop.run_in_executor(threads, publisher.publish, source) for source in sources))
+    assert sorted(publication.seq for publication in made) == list(range(1, 13))
+    assert [seq for _, seq in await group.registry.published("run")] == list(range(1, 13))
+    states = {publication.seq: (await outcome(publication)).state for publication in made}
+    assert states[12] == "current"
+    assert set(states.values()) <= {"current", "superseded"}
+
+
+# sources
+
+
+class Model:
+    """What the publisher needs of a PeftModel."""
+
+    def __init__(self, source: Path | None) -> None:
+        self.source = source
+        self.saved_to: Path | None = None
+
+    def save_pretrained(self, save_directory: str) -> None:
+        self.saved_to = Path(save_directory)
+        if self.source is None:
+            raise OSError(28, "No space left on device")
+        for path in self.source.iterdir():
+            (self.saved_to / path.name).write_bytes(path.read_bytes())
+
+
+async def test_a_model_saves_itself_and_leaves_nothing_behind(group: Group, publisher: AdapterPublisher) -> None:
+    model = Model(group.adapter())
+    assert await outcome(await publish(publisher, model)) == CURRENT
+    assert model.saved_to is not None
+    assert not model.saved_to.exists()
+
+
+async def test_a_model_that_cannot_save_itself_announces_nothing(group: Group, publisher: AdapterPublisher) -> None:
+    model = Model(None)
+    with pytest.raises(OSError, match="No space left"):
+        await publish(publisher, model)
+    assert model.saved_to is not None
+    assert not model.saved_to.exists()
+    assert await group.registry.published("run") == []
+
+
+async def test_an_adapter_that_changes_nothing_is_published_with_a_warning(
+    group: Group, publisher: AdapterPublisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    publication = await publish(publisher, group.adapter(scale=0.0))
+    assert publication.manifest.shape.noop
+    assert f"{publication.adapter_id} changes nothing: every lora_B is zero" in caplog.text
+    assert await outcome(publication) == CURRENT
+
+
+async def test_an_invalid_adapter_announces_nothing_and_takes_no_number(
+    group: Group, publisher: AdapterPublisher
+) -> None:
+    bad = group.adapter()
+    (bad / WEIGHTS_FILE).write_bytes(b"not safetensors")
+    with pytest.raises(AdapterInvalid):
+        await publish(publisher, bad)
+    assert await group.registry.published("run") == []
+    publication = await publish(publisher, group.adapter())
+    assert publication.seq == 1
+    assert await outcome(publication) == CURRENT
+
+
+async def test_a_store_that_is_full_announces_nothing_and_the_next_call_may_succeed(
+    group: Group, publisher: AdapterPublisher
+) -> None:
+    root = group.store.root
+    root.write_text("in the way")
+    with pytest.raises(StoreError):
+        await publish(publisher, group.adapter())
+    assert await group.registry.published("run") == []
+    root.unlink()
+    publication = await publish(publisher, group.adapter())
+    assert publication.seq == 2  # a gap: the number is never given again
+    assert await outcome(publication) == CURRENT
+
+
+# Redis
+
+
+@pytest.fixture
+async def proxy(redis_url: str) -> AsyncIterator[FaultProxy]:
+    async with FaultProxy("127.0.0.1", int(redis_url.rpartition(":")[2].partition("/")[0])) as proxy:
+        yield proxy
+
+
+@pytest.mark.parametrize("fault", list(Fault))
+async def test_what_redis_swallows_is_published_once(
+    group: Group, proxy: FaultProxy, tmp_path: Path, fault: Fault
+) -> None:
+    async with publishing(config_of(f"redis://127.0.0.1:{proxy.port}/0", tmp_path)) as publisher:
+        assert await outcome(await publish(publisher, group.adapter())) == CURRENT  # the server knows the scripts now
+        done = proxy.faults_done
+        proxy.arm(fault, match=b"published:run", times=2)
+        publication = await publish(publisher, group.adapter())
+        assert proxy.faults_done == done + 2
+        assert await outcome(publication) == CURRENT
+        assert [seq for _, seq in await group.registry.published("run")] == [1, 2]
+    told = await group.registry.client.read_stream(group.registry.keys.events, "0", count=1000)
+    assert [fields["version"] for _, fields in told if fields["type"] == "adapter.published"].count(
+        publication.adapter_id
+    ) == 1
+
+
+async def test_a_trainer_outlives_a_redis_that_is_away(group: Group, proxy: FaultProxy, tmp_path: Path) -> None:
+    async with publishing(config_of(f"redis://127.0.0.1:{proxy.port}/0", tmp_path)) as publisher:
+        proxy.refuse = True
+        proxy.cut()
+        work = asyncio.create_task(publish(publisher, group.adapter()))
+        await asyncio.sleep(1)  # how long it is away
+        assert not work.done()
+        proxy.refuse = False
+        assert await outcome(await work) == CURRENT
+
+
+async def test_a_redis_that_stays_away_is_an_error_in_time_and_leaves_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "INSIST_S", 0.3)
+    before = threading.active_count()
+    with pytest.raises(ControlUnavailable):
+        await asyncio.to_thread(AdapterPublisher, config_of("redis://127.0.0.1:1/0", tmp_path))
+    await wait_until(lambda: not [one for one in threading.enumerate() if one.name == "publisher-run"])
+    assert threading.active_count() <= before + 1  # the one of to_thread
+
+
+# its own life
+
+
+async def test_a_callback_that_fails_does_not_end_the_watch(
+    group: Group, publisher: AdapterPublisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[int] = []
+
+    def fail(seq: int) -> None:
+        raise RuntimeError("mine")
+
+    publisher.on_promoted(fail)
+    publisher.on_promoted(told.append)
+    for _ in range(2):
+        assert await outcome(await publish(publisher, group.adapter())) == CURRENT
+    await wait_until(lambda: told == [1, 2])
+    assert "a callback for promotions failed" in caplog.text
+
+
+async def test_closed_is_closed(group: Group) -> None:
+    async with publishing(group.config) as publisher:
+        await asyncio.to_thread(publisher.close)
+        await asyncio.to_thread(publisher.close)
+        with pytest.raises(PublicationFailed, match="publisher is closed"):
+            await publish(publisher, group.adapter())
+
+
+def test_a_run_needs_a_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run name"):
+        AdapterPublisher(Config())
+    with pytest.raises(NameInvalid):
+        AdapterPublisher(Config(), run="My Run")
+
+
+async def test_what_happened_is_logged_in_one_line(
+    group: Group, publisher: AdapterPublisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="adaptersync.trainer.publisher"):
+        publication = await publish(publisher, group.adapter())
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "adaptersync.trainer.publisher"]
+    assert line.startswith(f"published {publication.adapter_id} in ")

@@ -155,7 +155,7 @@ def test_unlisted_key_is_named(redis_servers: RedisServers, redis_url: str) -> N
 
 def test_objections() -> None:
     keys = Keys("g")
-    assert objection(keys.inflight, "hash", -1, Role.CACHE) is None
+    assert objection(keys.inflight, "hash", 60, Role.CACHE) is None
     assert objection(keys.inflight, "hash", -1, Role.CONTROL) == "belongs on the cache server"
     assert objection(keys.table, "hash", -1, Role.CONTROL) == "is a hash, listed as string"
     assert objection(keys.events + "x", "stream", -1, Role.CONTROL) == "is no key of adaptersync_core.keys"

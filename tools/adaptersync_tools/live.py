@@ -44,7 +44,8 @@ class Live:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if self._console.is_terminal:
+            self._bar.stop()
 
     def look(self) -> bool:
         """Read what is new and show it; whether the trainer made a step."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import msgspec
@@ -33,9 +33,11 @@ KEPT_RUNS = 3
 WARM_UP_S = 900.0  # about 45 s of work on two free cores
 STEP_S = 120.0  # without a new step for so long, training hangs
 SETTLE_S = 120.0
+EVALUATE_S = 300.0
 LOOK_S = 0.5
 PAGE = 1000
 RUN = "quickstart"
+T = TypeVar("T")
 REAL_ENGINE = {"max_lora_rank": 8, "max_num_seqs": 128, "max_model_len": 128}  # LoRA is slower with a higher rank
 
 
@@ -75,7 +77,10 @@ class Tour:
                 self.durations["start of the fleet"] = time.monotonic() - began
                 self._timed("training", lambda: self._train(stack, base))
                 self._timed("last outcome", lambda: self._settle(stack))
-                found = self._collect(stack)
+                found = self._timed("evidence", lambda: self._collect(stack))
+                if not self.simulated:
+                    held_out = self._timed("held-out problems", lambda: self._held_out(stack))
+                    found = msgspec.structs.replace(found, held_out=held_out)
                 began = time.monotonic()
             self.durations["stop"] = time.monotonic() - began
         finally:
@@ -152,6 +157,12 @@ class Tour:
             interval_s=LOOK_S,
         )
 
+    def _held_out(self, stack: Stack) -> list[summary.HeldOut]:
+        """The base and the trained adapter on problems that training never saw, as the fleet serves them."""
+        service = stack.run("evaluate", "adaptersync_tools.demo.evaluate", stack.config.group.base_model, RUN)
+        _to_the_end(service, EVALUATE_S, stack.check)
+        return [msgspec.convert(line, summary.HeldOut) for line in read_lines(service.log_path) if "greedy" in line]
+
     def _collect(self, stack: Stack) -> summary.Summary:
         async def read(registry: Registry) -> tuple[list[dict[str, str]], list[dict[str, str]], list[Any], list[str]]:
             events = await _whole_stream(registry, registry.keys.events)
@@ -198,7 +209,7 @@ class Tour:
             durations={},
         )
 
-    def _timed(self, what: str, work: Callable[[], Any]) -> Any:
+    def _timed(self, what: str, work: Callable[[], T]) -> T:
         began = time.monotonic()
         result = work()
         self.durations[what] = time.monotonic() - began

@@ -47,6 +47,9 @@ def _rows(found: Summary) -> list[tuple[str, str | Text]]:
                 ),
             )
         )
+    if found.held_out:
+        shares = [f"{each.model} {each.greedy:.0%} greedy, {each.sampled:.0%} sampled" for each in found.held_out]
+        rows.append(("held out", Text(" → ".join(shares), "bold")))
     if found.ratio:
         rows.append(("ratio", f"{found.ratio.mean:.4f} mean, {found.ratio.low:.4f} to {found.ratio.high:.4f}"))
     rows.append(("versions", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in found.versions.items())))

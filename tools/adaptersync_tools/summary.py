@@ -73,6 +73,14 @@ class PrefixCache(Struct, frozen=True, kw_only=True):
     holds: bool
 
 
+class HeldOut(Struct, frozen=True, kw_only=True):
+    """Share of right answers to problems nobody was trained on, at temperature 0 and at 1."""
+
+    model: str
+    greedy: float
+    sampled: float
+
+
 class Summary(Struct, frozen=True, kw_only=True):
     """Everything a run is judged by; `sound` when `objections` is empty."""
 
@@ -92,6 +100,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     pauses: int | None
     restarts: dict[str, int]
     durations: dict[str, float]
+    held_out: list[HeldOut] = []
 
 
 def reward_of(rewards: Sequence[float]) -> Reward | None:

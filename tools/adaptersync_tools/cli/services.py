@@ -67,7 +67,10 @@ def router(config_path: Path | None, name: str | None, host: str | None, port: i
 @click.option("--run", help="The run whose adapters TRL loads.")
 @click.option("--router-url", help="The router that rollouts go to.")
 @click.option("--port", type=int, help="Port to listen on.")
-def relay(config_path: Path | None, run: str | None, router_url: str | None, port: int | None) -> None:
+@click.option("--allowed-root", help="Adapters are taken only from below this directory.")
+def relay(
+    config_path: Path | None, run: str | None, router_url: str | None, port: int | None, allowed_root: str | None
+) -> None:
     """Run the relay beside an unmodified TRL.
 
     TRL takes it for its vLLM server.
@@ -79,7 +82,14 @@ def relay(config_path: Path | None, run: str | None, router_url: str | None, por
     """
     from adaptersync.trainer.relay import run_relay
 
-    run_relay(settings(config_path, trainer__run=run, relay__router_url=router_url, relay__port=port))
+    config = settings(
+        config_path,
+        trainer__run=run,
+        relay__router_url=router_url,
+        relay__port=port,
+        relay__allowed_root=allowed_root,
+    )
+    run_relay(config)
 
 
 @click.command()

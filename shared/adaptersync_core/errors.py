@@ -9,6 +9,7 @@
     │   └── ArtifactCorrupt  bytes differ from what the manifest says
     ├── ControlError         Redis said no, or could not be asked
     │   ├── ControlUnavailable
+    │   ├── Forgotten        Redis stands at an older state than the caller's
     │   ├── Fenced           a newer trainer, agent or coordinator has taken over
     │   └── Conflict         the fleet moved on between reading and writing
     ├── EngineError          one vLLM server
@@ -90,6 +91,10 @@ class ControlUnavailable(ControlError):
     code = "control-unavailable"
     retryable = True
     exit_code = 69  # EX_UNAVAILABLE
+
+
+class Forgotten(ControlError):
+    code = "forgotten"
 
 
 class Fenced(ControlError):

@@ -132,6 +132,13 @@ class CoordinatorElected(Event, frozen=True, kw_only=True, tag="coordinator.elec
     incarnation: str
 
 
+class ControlRestored(Event, frozen=True, kw_only=True, tag="control.restored"):
+    """Redis had lost state, or stood at an older one; it was rebuilt from journal and store."""
+
+    incarnation: str
+    generation: int
+
+
 class RequestRefused(Event, frozen=True, kw_only=True, tag="request.refused"):
     """What an operator asked for cannot be done."""
 
@@ -153,6 +160,7 @@ AnyEvent = (
     | VersionVerified
     | ReplicaState
     | CoordinatorElected
+    | ControlRestored
     | RequestRefused
 )
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from adaptersync_core.errors import Conflict, ControlError, Fenced, NameTaken
+from adaptersync_core.errors import Conflict, ControlError, Fenced, Forgotten, NameTaken
 from adaptersync_core.events import AdapterPublished, Event, ReplicaAcked, VersionVerified, to_fields
 from adaptersync_core.keys import REPLICA_TTL_S, ROUTER_TTL_S, VERSION_TTL_S, Keys
 from adaptersync_core.manifest import Manifest
@@ -136,6 +136,11 @@ class Leadership(Struct, frozen=True, kw_only=True):
     incarnation: str
     leader: str
 
+    @property
+    def fence(self) -> str:
+        """What a write must show: a token of this incarnation of the control state."""
+        return f"{self.incarnation}:{self.token}"
+
 
 class Registry:
     """Control state of one group."""
@@ -143,7 +148,7 @@ class Registry:
     def __init__(self, client: RedisClient, keys: Keys) -> None:
         self.client = client
         self.keys = keys
-        names = ("begin_run", "reserve", "publish", "report", "ack", "lead", "decide", "request", "verified")
+        names = ("begin_run", "reserve", "publish", "report", "ack", "lead", "decide", "restore", "request", "verified")
         self._scripts = {name: Script(name) for name in names}
 
     # trainer
@@ -310,7 +315,7 @@ class Registry:
             },
         )
 
-    async def decide(self, decision: Decision, *, token: int, alive_s: float) -> None:
+    async def decide(self, decision: Decision, lease: Leadership, *, alive_s: float) -> None:
         """Commit a decision. Fenced when another coordinator leads, Conflict when the fleet moved on meanwhile."""
         keys = [self.keys.control, self.keys.table, self.keys.events, self.keys.requests]
 
@@ -339,11 +344,47 @@ class Registry:
             }
         )
         before = decision.table.generation - 1
-        reply = await self._run("decide", keys, token, before, text, msgspec.json.encode(decision.table))
+        reply = await self._run("decide", keys, lease.fence, before, text, msgspec.json.encode(decision.table))
         if reply[0] == "fenced":
-            raise Fenced("another coordinator leads", token=token)
+            raise Fenced("another coordinator leads", token=lease.token)
         if reply[0] != "ok":
             raise Conflict(f"decision no longer holds: {' '.join(str(part) for part in reply)}", generation=before)
+
+    async def restore(
+        self, lease: Leadership, table: Table, runs: Mapping[str, RunRecord], fates: Mapping[str, VersionRecord]
+    ) -> None:
+        """Put back a control state that was lost; `table` carries its new incarnation and generation."""
+        keys = [self.keys.control, self.keys.table, self.keys.events, self.keys.runs]
+
+        def place(key: str) -> int:
+            keys.append(key)
+            return len(keys)
+
+        state = {
+            "runs": [
+                (place(self.keys.run(name)), name, run.epoch, run.seq, run.max_staleness) for name, run in runs.items()
+            ],
+            "records": [
+                (place(self.keys.version(name)), VERSION_TTL_S, _record_fields(record))
+                for name, record in fates.items()
+            ],
+        }
+        text = msgspec.json.encode(state)
+        encoded = msgspec.json.encode(table)
+        reply = await self._run("restore", keys, lease.fence, table.incarnation, table.generation, encoded, text)
+        if reply[0] == "fenced":
+            raise Fenced("another coordinator leads", token=lease.token)
+
+    async def announce_again(self, manifests: Sequence[Manifest]) -> None:
+        """Make stored versions known that Redis forgot; what it knows stays as it is."""
+        for manifest in manifests:
+            name = manifest.adapter_id
+            await self.client.pipeline(
+                [
+                    ("SET", self.keys.manifest(name), msgspec.json.encode(manifest), "EX", VERSION_TTL_S, "NX"),
+                    ("ZADD", self.keys.published(manifest.run), "NX", manifest.seq, name),
+                ]
+            )
 
     # everyone
 
@@ -415,13 +456,15 @@ class Registry:
         return await self.client.script(self._scripts[name], keys, arguments)
 
     @staticmethod
-    def _fenced(run: str, mine: int, present: object) -> Fenced:
+    def _fenced(run: str, mine: int, present: int) -> Fenced | Forgotten:
+        if present < mine:
+            return Forgotten("Redis stands at an older state than this trainer", run=run, epoch=mine, present=present)
         return Fenced(
             "a newer trainer has begun this run",
             next_step="stop this trainer, or start it again to take over",
             run=run,
             epoch=mine,
-            present=str(present),
+            present=present,
         )
 
 

@@ -25,10 +25,11 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
-from adaptersync_core.errors import AdapterSyncError, ConfigError, ControlUnavailable, PublicationFailed
+from adaptersync_core.errors import AdapterSyncError, ConfigError, ControlUnavailable, Forgotten, PublicationFailed
 from adaptersync_core.identity import check_name
 from adaptersync_core.keys import Keys
 from adaptersync_core.manifest import FILES, Manifest, content_digest, hash_file, inspect
@@ -113,7 +114,7 @@ class AdapterPublisher:
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"publisher-{self.run}", daemon=True)
         self._thread.start()
         try:
-            self._call(self._begin())
+            self._call(self._start())
         except BaseException:
             self.close()
             raise
@@ -147,12 +148,10 @@ class AdapterPublisher:
             files = tuple(hash_file(directory / name) for name in FILES)
             hashed = time.monotonic()
             digest = content_digest(files)
-            nonce = secrets.token_hex(8)
-            seq = self._call(self._insist(lambda: self._registry.reserve(self.run, epoch=self.epoch, nonce=nonce)))
-            manifest = Manifest(
+            draft = Manifest(
                 run=self.run,
-                seq=seq,
-                epoch=self.epoch,
+                seq=0,
+                epoch=0,
                 digest=digest,
                 files=files,
                 shape=shape,
@@ -160,13 +159,24 @@ class AdapterPublisher:
                 step=step,
                 timings={**(timings or {}), "hashed_s": hashed - began},
             )
-            self._store.publish(manifest, directory)
-            publication = Publication(manifest)
-            self._call(self._announce(publication))
+            try:
+                publication = self._store_and_announce(draft, directory)
+            except Forgotten:
+                self._call(self._begin_again())
+                publication = self._store_and_announce(draft, directory)
+            manifest = publication.manifest
             log.info("published %s in %.3f s", manifest.adapter_id, time.monotonic() - began)
             if shape.noop:
                 log.warning("%s changes nothing: every lora_B is zero", manifest.adapter_id)
             return publication
+
+    def _store_and_announce(self, draft: Manifest, directory: Path) -> Publication:
+        nonce = secrets.token_hex(8)
+        seq = self._call(self._insist(lambda: self._registry.reserve(self.run, epoch=self.epoch, nonce=nonce)))
+        publication = Publication(replace(draft, seq=seq, epoch=self.epoch))
+        self._store.publish(publication.manifest, directory)
+        self._call(self._announce(publication))
+        return publication
 
     def on_promoted(self, callback: Callable[[int], None]) -> None:
         """Call `callback(seq)` from this object's own thread whenever the run's current version changes."""
@@ -182,15 +192,28 @@ class AdapterPublisher:
 
     # on the loop of this object's thread
 
+    async def _start(self) -> None:
+        await self._begin()
+        name = f"trainer-{self.run}"
+        follow = ring_on_events(self._bell, self._client.url, self._registry.keys.events, name=name)
+        self._tasks = [asyncio.create_task(follow), asyncio.create_task(self._watch())]
+
+    async def _begin_again(self) -> None:
+        """Redis lost our epoch: once a coordinator has restored what was decided, go on under the next one."""
+        deadline = time.monotonic() + INSIST_S
+        while not (await self._insist(self._registry.table)).generation:
+            if time.monotonic() > deadline:
+                raise ControlUnavailable("Redis lost its state, and no coordinator restores it", run=self.run)
+            await asyncio.sleep(PAUSE_S)
+        await self._begin()
+        log.warning("Redis lost its state: run %s goes on as trainer epoch %d", self.run, self.epoch)
+
     async def _begin(self) -> None:
         nonce = secrets.token_hex(16)
         begin = self._registry.begin_run
         self.epoch, self.latest_seq = await self._insist(
             lambda: begin(self.run, nonce=nonce, max_staleness=self.max_staleness, trainer=socket.gethostname())
         )
-        name = f"trainer-{self.run}"
-        follow = ring_on_events(self._bell, self._client.url, self._registry.keys.events, name=name)
-        self._tasks = [asyncio.create_task(follow), asyncio.create_task(self._watch())]
 
     async def _announce(self, publication: Publication) -> None:
         await self._insist(

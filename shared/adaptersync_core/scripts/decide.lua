@@ -1,6 +1,6 @@
 -- Commit one decision of the coordinator: all of it, or nothing.
 -- KEYS: control, table, events, requests, then the keys that the decision names by their place
--- ARGV: token, generation the decision was made from, decision (JSON), new table (JSON)
+-- ARGV: fence (incarnation:token), generation the decision was made from, decision (JSON), new table (JSON)
 --   decision.acks       [[replica key, acks key, adapter id, engine epoch], ...]  each replica must be alive in this life of its
 --                       engine and have accepted that version in it
 --   decision.records    [[key, seconds to live, [field, value, ...]], ...]        hashes to write
@@ -8,8 +8,8 @@
 --   decision.answered   [request id, ...]
 --   decision.alive_ms   how old a heartbeat may be
 -- Reply: {'ok', generation}, or {'fenced'}, {'moved', generation}, {'silent', key}, {'unacked', key}
-local known = redis.call('HMGET', KEYS[1], 'token', 'generation')
-if known[1] ~= ARGV[1] then
+local known = redis.call('HMGET', KEYS[1], 'token', 'generation', 'incarnation')
+if not known[1] or known[3] .. ':' .. known[1] ~= ARGV[1] then
   return {'fenced'}
 end
 if known[2] ~= ARGV[2] then

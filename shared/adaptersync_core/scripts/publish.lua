@@ -1,8 +1,8 @@
 -- Announce a version whose files are in the store.
 -- KEYS: run, manifest, published, events
 -- ARGV: epoch, seq, adapter id, manifest, manifest time to live in seconds, event fields and values ...
--- Reply: {'ok'}, {'again'} when it was announced before, {'fenced', present epoch}, or {'taken'} when the name stands
--- for other bytes.
+-- Reply: {'ok'}, {'again'} when it was announced before, {'fenced', present epoch}, or {'taken'} when the name or the
+-- number stands for other bytes.
 local known = redis.call('GET', KEYS[2])
 if known then
   return {known == ARGV[4] and 'again' or 'taken'}
@@ -10,6 +10,9 @@ end
 local epoch = redis.call('HGET', KEYS[1], 'epoch')
 if epoch ~= ARGV[1] then
   return {'fenced', tonumber(epoch or '0')}
+end
+if #redis.call('ZRANGEBYSCORE', KEYS[3], ARGV[2], ARGV[2]) > 0 then
+  return {'taken'} -- a number given out before Redis was lost and once more after it
 end
 redis.call('SET', KEYS[2], ARGV[4], 'EX', ARGV[5])
 redis.call('ZADD', KEYS[3], ARGV[2], ARGV[3])

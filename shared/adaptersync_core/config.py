@@ -38,7 +38,9 @@ class RedisSection(Section, frozen=True, kw_only=True):
     control_url: str = "redis://127.0.0.1:6379/0"
     """Durable and small: events, versions, acks, ledger."""
     cache_url: str = ""
-    """Prefix ownership and in-flight counts; may forget. Empty: the control server."""
+    """Prefix ownership, in-flight counts and bytes on their way; may forget. Empty: the control server."""
+    lane_bytes: int = 64 << 20
+    """The largest version whose bytes travel through the cache server, ahead of the mounted store. 0: none do."""
 
 
 class StoreSection(Section, frozen=True, kw_only=True):

@@ -31,6 +31,7 @@ REPLICA_TTL_S = 3600  # a replica that said nothing for an hour is forgotten
 ROUTER_TTL_S = 10  # a router that said nothing for this long no longer holds up retirement
 VERSION_TTL_S = 30 * 86400  # how long the fate of a version that is gone can be asked for
 OWNERSHIP_TTL_S = 6 * 3600  # ownership of a version nobody asks for any more
+LANE_TTL_S = 600  # bytes in the fast lane; long enough for the slowest replica, short enough to leave no heap
 INFLIGHT_TTL_S = 60  # in-flight counts when no router is left
 
 SPECS = (
@@ -91,6 +92,14 @@ SPECS = (
         ttl_s=ROUTER_TTL_S,
     ),
     KeySpec(
+        pattern="lane:{sha256}:{place}",
+        type="string",
+        server="cache",
+        writer="trainer",
+        bound="1 MiB each, redis.lane_bytes a version",
+        ttl_s=LANE_TTL_S,
+    ),
+    KeySpec(
         pattern="owned:{version}",
         type="hash",
         server="cache",
@@ -145,6 +154,9 @@ class Keys:
 
     def router(self, router: str) -> str:
         return f"{self._head}router:{router}"
+
+    def lane(self, sha256: str, place: int) -> str:
+        return f"{self._head}lane:{sha256}:{place}"
 
     def owned(self, adapter_id: str) -> str:
         return f"{self._head}owned:{adapter_id}"

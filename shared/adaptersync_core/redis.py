@@ -40,13 +40,14 @@ Entry = tuple[str, dict[str, str]]
 class RedisClient:
     """One server, one profile. Every failure to reach it is ControlUnavailable; what it refuses is ControlError."""
 
-    def __init__(self, url: str, *, name: str, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
+    def __init__(self, url: str, *, name: str, timeout_s: float = COMMAND_TIMEOUT_S, text: bool = True) -> None:
+        """`text` False: replies are bytes."""
         self.url = url
         # the generic call answers in one shape in every version of the client; it is untyped there
         self._client: Any = redis.asyncio.Redis.from_url(
             url,
             client_name=name,
-            decode_responses=True,
+            decode_responses=text,
             protocol=2,
             max_connections=POOL_LIMIT,
             retry=Retry(NoBackoff(), 0),

@@ -160,6 +160,15 @@ def _check(expected: FileEntry, size: int, sha256: str, adapter_id: str) -> None
         raise ArtifactCorrupt("file has the wrong bytes", version=adapter_id, file=expected.name, sha256=sha256[:16])
 
 
+def write_verified(manifest: Manifest, contents: dict[str, bytes], target: Path) -> None:
+    """Write a version's files from memory into the existing directory `target`, if they are the manifest's bytes."""
+    for file in manifest.files:
+        content = contents[file.name]
+        _check(file, len(content), hashlib.sha256(content).hexdigest(), manifest.adapter_id)
+        write_durably(target / file.name, content)
+    sync_directory(target)
+
+
 def write_durably(path: Path, content: bytes) -> None:
     with path.open("wb") as file:
         file.write(content)

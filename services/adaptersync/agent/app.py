@@ -18,6 +18,7 @@ from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, EngineUnavailable
 from adaptersync_core.keys import Keys
+from adaptersync_core.lane import FastLane
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.redis import RedisClient
@@ -42,8 +43,9 @@ def run_agent(config: Config) -> None:
 async def _stand_beside(config: Config) -> None:
     keys = Keys(config.group.name)
     client = RedisClient(config.redis.control_url, name=config.agent.name)
+    cache = RedisClient(config.redis.cache_url or config.redis.control_url, name=config.agent.name, text=False)
     async with VllmClient(config.agent.engine_url, token=new_token(config.agent.token_file)) as vllm:
-        agent = Agent(config, Registry(client, keys), vllm)
+        agent = Agent(config, Registry(client, keys), vllm, FastLane(cache, keys, limit_bytes=config.redis.lane_bytes))
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(
@@ -54,17 +56,18 @@ async def _stand_beside(config: Config) -> None:
         finally:
             await agent.close()
             await client.close()
+            await cache.close()
 
 
 class Agent:
     """One replica's agent. `loaded` is what the engine listed when it was last looked at."""
 
-    def __init__(self, config: Config, registry: Registry, vllm: VllmClient) -> None:
+    def __init__(self, config: Config, registry: Registry, vllm: VllmClient, lane: FastLane | None = None) -> None:
         self._config = config
         self._settings = config.agent
         self._registry = registry
         self._store = ArtifactStore(Path(config.store.path))
-        self._staging = Staging(Path(config.agent.stage_path), self._store)
+        self._staging = Staging(Path(config.agent.stage_path), self._store, lane)
         self._engine = Engine(vllm, self._staging.root)
         self._prover = Prover(vllm, self._engine, self._staging.root, timeout_s=config.proof.timeout_s)
         self._busy: dict[str, asyncio.Task[None]] = {}

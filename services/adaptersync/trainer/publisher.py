@@ -32,6 +32,7 @@ from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, ConfigError, ControlUnavailable, Forgotten, PublicationFailed
 from adaptersync_core.identity import check_name
 from adaptersync_core.keys import Keys
+from adaptersync_core.lane import FastLane
 from adaptersync_core.manifest import FILES, Manifest, content_digest, hash_file, inspect
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry, VersionRecord
@@ -104,7 +105,11 @@ class AdapterPublisher:
         self.current_seq: int | None = None
         self._store = ArtifactStore(Path(config.store.path))
         self._client = RedisClient(config.redis.control_url, name=f"trainer-{self.run}")
-        self._registry = Registry(self._client, Keys(config.group.name))
+        keys = Keys(config.group.name)
+        self._registry = Registry(self._client, keys)
+        cache_url = config.redis.cache_url or config.redis.control_url
+        self._cache = RedisClient(cache_url, name=f"trainer-{self.run}", text=False)
+        self._lane = FastLane(self._cache, keys, limit_bytes=config.redis.lane_bytes)
         self._tasks: list[asyncio.Task[None]] = []
         self._pending: dict[str, Publication] = {}
         self._watchers: list[Callable[[int], None]] = []
@@ -175,6 +180,7 @@ class AdapterPublisher:
         seq = self._call(self._insist(lambda: self._registry.reserve(self.run, epoch=self.epoch, nonce=nonce)))
         publication = Publication(replace(draft, seq=seq, epoch=self.epoch))
         self._store.publish(publication.manifest, directory)
+        self._call(self._lane.put(publication.manifest, self._store.directory(publication.adapter_id)))
         self._call(self._announce(publication))
         return publication
 
@@ -267,6 +273,7 @@ class AdapterPublisher:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._client.close()
+        await self._cache.close()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -6,140 +6,40 @@ and decide, routers read the table and report what they serve. It decides nothin
 
 from __future__ import annotations
 
-import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
-from msgspec import Struct
 
 from adaptersync_core.errors import Conflict, ControlError, Fenced, Forgotten, NameTaken
-from adaptersync_core.events import AdapterPublished, Event, ReplicaAcked, VersionVerified, to_fields
+from adaptersync_core.events import AdapterPublished, ReplicaAcked, VersionVerified, to_fields
 from adaptersync_core.keys import REPLICA_TTL_S, ROUTER_TTL_S, VERSION_TTL_S, Keys
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.proof import Proof
+from adaptersync_core.records import (
+    Ack,
+    Decision,
+    Fleet,
+    Leadership,
+    ReplicaReport,
+    Request,
+    RouterReport,
+    RunRecord,
+    SeenReplica,
+    VersionRecord,
+    from_hash,
+    from_json,
+    from_text,
+    hash_fields,
+    read_acks,
+    record_fields,
+)
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.scripts import Script
 from adaptersync_core.table import Table
 
-RecordT = TypeVar("RecordT", bound=Struct)
-log = logging.getLogger(__name__)
-
 OPEN_REQUESTS = 64
 PUBLICATIONS_AT_ONCE = 64  # newer publications than the coordinator has considered, read in one go
-
-
-class ReplicaReport(Struct, frozen=True, kw_only=True):
-    """What an agent observes of its engine. `loaded` are the adapter ids the engine lists from our directory."""
-
-    url: str
-    base_model: str
-    engine_epoch: str
-    max_loras: int
-    max_cpu_loras: int
-    max_lora_rank: int
-    block_size: int
-    loaded: tuple[str, ...] = ()
-    draining: bool = False
-    engine: str = ""
-    host: str = ""
-
-
-class SeenReplica(Struct, frozen=True, kw_only=True):
-    """A report with its age on the control server's clock."""
-
-    report: ReplicaReport
-    age_s: float
-
-
-class Ack(Struct, frozen=True, kw_only=True):
-    """A replica's word on a version, good for one life of its engine, and the proof it rests on."""
-
-    accepted: bool
-    engine_epoch: str
-    proof: Proof = Proof(verdict="not probed")
-    reason: str = ""
-    phases: dict[str, float] = {}
-
-
-class RouterReport(Struct, frozen=True, kw_only=True):
-    """The generation a router serves, and how many requests it has in flight by version."""
-
-    generation: int
-    url: str = ""
-    inflight: dict[str, int] = {}
-
-
-class RunRecord(Struct, frozen=True, kw_only=True):
-    """A run as its trainer wrote it."""
-
-    epoch: int
-    seq: int
-    max_staleness: int
-
-
-class Request(Struct, frozen=True, kw_only=True):
-    """What an operator asks for: `rollback` voids the current version of `run` (to `version`, or the one before)."""
-
-    kind: str
-    run: str
-    version: str = ""
-    reason: str = ""
-
-
-class Fleet(Struct, frozen=True, kw_only=True):
-    """All that a decision is made from, read at `now` (the control server's wall clock, seconds)."""
-
-    now: float
-    table: Table
-    runs: dict[str, RunRecord]
-    published: dict[str, tuple[Manifest, ...]]
-    replicas: dict[str, SeenReplica]
-    acks: dict[str, dict[str, Ack]]
-    routers: dict[str, RouterReport]
-    requests: dict[str, Request]
-
-
-class VersionRecord(Struct, frozen=True, kw_only=True):
-    """The fate of a version as the coordinator last wrote it."""
-
-    state: str
-    reason: str = ""
-    generation: int = 0
-    at: float = 0.0
-
-
-class Need(Struct, frozen=True, kw_only=True, array_like=True):
-    """A replica that must be alive in this life of its engine and have accepted the version in it."""
-
-    replica: str
-    version: str
-    engine_epoch: str
-
-
-class Decision(Struct, frozen=True, kw_only=True):
-    """One step of the coordinator: the table as it should be, and everything that must hold or be written with it."""
-
-    table: Table
-    needs: tuple[Need, ...] = ()
-    records: dict[str, VersionRecord] = {}
-    events: tuple[Event, ...] = ()
-    answered: tuple[str, ...] = ()
-
-
-class Leadership(Struct, frozen=True, kw_only=True):
-    """`token` is 0 when another coordinator leads."""
-
-    token: int
-    generation: int
-    incarnation: str
-    leader: str
-
-    @property
-    def fence(self) -> str:
-        """What a write must show: a token of this incarnation of the control state."""
-        return f"{self.incarnation}:{self.token}"
 
 
 class Registry:
@@ -201,7 +101,7 @@ class Registry:
     async def report_replica(self, replica: str, report: ReplicaReport) -> float:
         """Heartbeat and observation in one; returns the server's time in seconds."""
         keys = (self.keys.replica(replica), self.keys.replicas)
-        return int(await self._run("report", keys, replica, REPLICA_TTL_S, *_hash_fields(report))) / 1000
+        return int(await self._run("report", keys, replica, REPLICA_TTL_S, *hash_fields(report))) / 1000
 
     async def ack(self, replica: str, adapter_id: str, ack: Ack) -> bool:
         """Say whether this replica holds a version; False when the same was said before."""
@@ -220,7 +120,7 @@ class Registry:
         )
 
     async def acks(self, replica: str) -> dict[str, Ack]:
-        return _acks(await self.client.command("HGETALL", self.keys.acks(replica)))
+        return read_acks(await self.client.command("HGETALL", self.keys.acks(replica)))
 
     async def forget_acks(self, replica: str, adapter_ids: Sequence[str]) -> None:
         if adapter_ids:
@@ -230,7 +130,7 @@ class Registry:
 
     async def report_router(self, router: str, report: RouterReport) -> None:
         keys = (self.keys.router(router), self.keys.routers)
-        await self._run("report", keys, router, ROUTER_TTL_S, *_hash_fields(report))
+        await self._run("report", keys, router, ROUTER_TTL_S, *hash_fields(report))
 
     async def forget_router(self, router: str) -> None:
         """A router that stopped in order holds nothing up any more."""
@@ -287,7 +187,7 @@ class Registry:
         published = {}
         for run, (_, names) in records.items():
             texts = await self.client.pipeline([("GET", keys.manifest(name)) for name in names])
-            found = [_from_json(name, text, Manifest) for name, text in zip(names, texts, strict=True) if text]
+            found = [from_json(name, text, Manifest) for name, text in zip(names, texts, strict=True) if text]
             published[run] = tuple(manifest for manifest in found if manifest is not None)
         return Fleet(
             now=now,
@@ -295,22 +195,22 @@ class Registry:
             runs={
                 run: known
                 for run, (record, _) in records.items()
-                if record and (known := _from_text(run, record, RunRecord)) is not None
+                if record and (known := from_text(run, record, RunRecord)) is not None
             },
             published=published,
             replicas={
                 name: SeenReplica(report=report, age_s=now - int(record["heartbeat_ms"]) / 1000)
                 for name, (record, _) in seen.items()
-                if record and (report := _from_hash(name, record, ReplicaReport)) is not None
+                if record and (report := from_hash(name, record, ReplicaReport)) is not None
             },
-            acks={name: _acks(acks) for name, (_, acks) in seen.items()},
+            acks={name: read_acks(acks) for name, (_, acks) in seen.items()},
             routers={
                 name: router
                 for name in routers
-                if (record := next(replies)) and (router := _from_hash(name, record, RouterReport)) is not None
+                if (record := next(replies)) and (router := from_hash(name, record, RouterReport)) is not None
             },
             requests={
-                name: _from_json(name, text, Request) or Request(kind="unreadable", run="")
+                name: from_json(name, text, Request) or Request(kind="unreadable", run="")
                 for name, text in requests.items()
             },
         )
@@ -335,7 +235,7 @@ class Registry:
                     for need in decision.needs
                 ],
                 "records": [
-                    (place(self.keys.version(name)), VERSION_TTL_S, _record_fields(record))
+                    (place(self.keys.version(name)), VERSION_TTL_S, record_fields(record))
                     for name, record in decision.records.items()
                 ],
                 "events": [to_fields(event) for event in decision.events],
@@ -365,8 +265,7 @@ class Registry:
                 (place(self.keys.run(name)), name, run.epoch, run.seq, run.max_staleness) for name, run in runs.items()
             ],
             "records": [
-                (place(self.keys.version(name)), VERSION_TTL_S, _record_fields(record))
-                for name, record in fates.items()
+                (place(self.keys.version(name)), VERSION_TTL_S, record_fields(record)) for name, record in fates.items()
             ],
         }
         text = msgspec.json.encode(state)
@@ -394,7 +293,7 @@ class Registry:
 
     async def manifest(self, adapter_id: str) -> Manifest | None:
         text = await self.client.command("GET", self.keys.manifest(adapter_id))
-        return None if text is None else _from_json(adapter_id, text, Manifest)
+        return None if text is None else from_json(adapter_id, text, Manifest)
 
     async def version(self, adapter_id: str) -> VersionRecord | None:
         """The fate of a version; `published` when it was announced and not yet taken up, None when it is unknown."""
@@ -416,7 +315,7 @@ class Registry:
         reads = [(("GET", self.keys.manifest(name)), ("HGETALL", self.keys.version(name))) for name in adapter_ids]
         replies = iter(await self.client.pipeline([command for pair in reads for command in pair]))
         return [
-            (None if text is None else _from_json(name, text, Manifest), fields)
+            (None if text is None else from_json(name, text, Manifest), fields)
             for name, text, fields in zip(adapter_ids, replies, replies, strict=True)
         ]
 
@@ -470,45 +369,3 @@ class Registry:
 
 def _table(text: str | None) -> Table:
     return Table() if text is None else msgspec.json.decode(text, type=Table)
-
-
-def _acks(fields: dict[str, str]) -> dict[str, Ack]:
-    found = {name: _from_json(name, text, Ack) for name, text in fields.items()}
-    return {name: ack for name, ack in found.items() if ack is not None}
-
-
-def _record_fields(record: VersionRecord) -> list[str]:
-    fields = msgspec.to_builtins(record)
-    fields[f"{record.state}_at"] = record.at
-    return [text for name, value in fields.items() for text in (name, str(value))]
-
-
-def _hash_fields(report: Struct) -> list[str]:
-    """Flat fields for a hash: plain values as text, structured ones as JSON."""
-    fields: list[str] = []
-    for name, value in msgspec.to_builtins(report).items():
-        fields += name, value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    return fields
-
-
-def _from_hash(name: str, fields: dict[str, str], kind: type[RecordT]) -> RecordT | None:
-    structured = {field.name for field in msgspec.structs.fields(kind) if field.type is not str}
-    raw = {key: msgspec.Raw(text.encode()) if key in structured else text for key, text in fields.items()}
-    return _from_json(name, msgspec.json.encode(raw), kind)
-
-
-def _from_text(name: str, fields: dict[str, str], kind: type[RecordT]) -> RecordT | None:
-    return _understood(name, lambda: msgspec.convert(fields, kind, strict=False))
-
-
-def _from_json(name: str, text: str | bytes, kind: type[RecordT]) -> RecordT | None:
-    return _understood(name, lambda: msgspec.json.decode(text, type=kind))
-
-
-def _understood(name: str, read: Callable[[], RecordT]) -> RecordT | None:
-    """What a record says; None, with a warning, for one that cannot be read: it must not stop the whole group."""
-    try:
-        return read()
-    except (msgspec.MsgspecError, RecursionError) as error:
-        log.warning("record of %s is left out, it cannot be read: %s", name, error)
-        return None

@@ -35,8 +35,9 @@ from adaptersync_core.errors import (
 )
 from adaptersync_core.keys import Keys
 from adaptersync_core.manifest import WEIGHTS_FILE
+from adaptersync_core.records import Request
 from adaptersync_core.redis import RedisClient
-from adaptersync_core.registry import Registry, Request
+from adaptersync_core.registry import Registry
 from adaptersync_core.store import ArtifactStore, verify_files
 from support.artifacts import small_adapter
 from support.proxy import Fault, FaultProxy
@@ -63,10 +64,10 @@ class Group:
         return small_adapter(self._scratch / f"adapter-{self._made}", seed=self._made, scale=more.get("scale", 0.5))
 
 
-def config_of(redis_url: str, directory: Path) -> Config:
+def config_of(redis_url: str, cache_url: str, directory: Path) -> Config:
     return Config(
         group=GroupSection(name="group"),
-        redis=RedisSection(control_url=redis_url),
+        redis=RedisSection(control_url=redis_url, cache_url=cache_url),
         store=StoreSection(path=str(directory / "store")),
         coordinator=CoordinatorSection(min_ready=2, tick_s=0.05),
         trainer=TrainerSection(run="run", max_staleness=1),
@@ -75,8 +76,8 @@ def config_of(redis_url: str, directory: Path) -> Config:
 
 
 @pytest.fixture
-async def group(redis_url: str, tmp_path: Path) -> AsyncIterator[Group]:
-    config = config_of(redis_url, tmp_path)
+async def group(redis_url: str, cache_url: str, tmp_path: Path) -> AsyncIterator[Group]:
+    config = config_of(redis_url, cache_url, tmp_path)
     client = RedisClient(redis_url, name="test")
     group = Group(config, Registry(client, Keys("group")), tmp_path)
     tasks = [asyncio.create_task(replica.live()) for replica in group.replicas]
@@ -289,12 +290,13 @@ async def test_an_invalid_adapter_announces_nothing_and_takes_no_number(
 async def test_a_store_that_is_full_announces_nothing_and_the_next_call_may_succeed(
     group: Group, publisher: AdapterPublisher
 ) -> None:
-    root = group.store.root
-    root.write_text("in the way")
+    place = group.store.root / "run"
+    place.parent.mkdir(exist_ok=True)
+    place.write_text("in the way")
     with pytest.raises(StoreError):
         await publish(publisher, group.adapter())
     assert await group.registry.published("run") == []
-    root.unlink()
+    place.unlink()
     publication = await publish(publisher, group.adapter())
     assert publication.seq == 2  # a gap: the number is never given again
     assert await outcome(publication) == CURRENT
@@ -313,7 +315,9 @@ async def proxy(redis_url: str) -> AsyncIterator[FaultProxy]:
 async def test_what_redis_swallows_is_published_once(
     group: Group, proxy: FaultProxy, tmp_path: Path, fault: Fault
 ) -> None:
-    async with publishing(config_of(f"redis://127.0.0.1:{proxy.port}/0", tmp_path)) as publisher:
+    async with publishing(
+        config_of(f"redis://127.0.0.1:{proxy.port}/0", group.config.redis.cache_url, tmp_path)
+    ) as publisher:
         assert await outcome(await publish(publisher, group.adapter())) == CURRENT  # the server knows the scripts now
         done = proxy.faults_done
         proxy.arm(fault, match=b"published:run", times=2)
@@ -328,7 +332,9 @@ async def test_what_redis_swallows_is_published_once(
 
 
 async def test_a_trainer_outlives_a_redis_that_is_away(group: Group, proxy: FaultProxy, tmp_path: Path) -> None:
-    async with publishing(config_of(f"redis://127.0.0.1:{proxy.port}/0", tmp_path)) as publisher:
+    async with publishing(
+        config_of(f"redis://127.0.0.1:{proxy.port}/0", group.config.redis.cache_url, tmp_path)
+    ) as publisher:
         proxy.refuse = True
         proxy.cut()
         work = asyncio.create_task(publish(publisher, group.adapter()))
@@ -344,7 +350,7 @@ async def test_a_redis_that_stays_away_is_an_error_in_time_and_leaves_no_thread(
     monkeypatch.setattr(publisher_module, "INSIST_S", 0.3)
     before = threading.active_count()
     with pytest.raises(ControlUnavailable):
-        await asyncio.to_thread(AdapterPublisher, config_of("redis://127.0.0.1:1/0", tmp_path))
+        await asyncio.to_thread(AdapterPublisher, config_of("redis://127.0.0.1:1/0", "", tmp_path))
     await wait_until(lambda: not [one for one in threading.enumerate() if one.name == "publisher-run"])
     assert threading.active_count() <= before + 1  # the one of to_thread
 

@@ -14,8 +14,9 @@ from adaptersync_core.config import AgentSection, Config, GroupSection, RedisSec
 from adaptersync_core.errors import ControlUnavailable
 from adaptersync_core.keys import Keys
 from adaptersync_core.manifest import Manifest
+from adaptersync_core.records import Ack, Decision
 from adaptersync_core.redis import RedisClient
-from adaptersync_core.registry import Ack, Decision, Registry
+from adaptersync_core.registry import Registry
 from adaptersync_core.store import ArtifactStore
 from adaptersync_core.table import LiveState, LiveVersion, RunEntry, Table
 from support.artifacts import manifest_of, small_adapter
@@ -51,7 +52,7 @@ class Bench:
 
     async def want(self, *names: str, drained: tuple[str, ...] = ()) -> None:
         """Write the table: the first name is current, the others are on their way in; `drained` ones may go."""
-        token = (await self.registry.lead("c", lease_s=30)).token
+        lease = await self.registry.lead("c", lease_s=30)
         before = await self.registry.table()
         states: dict[str, LiveState] = dict.fromkeys(names[1:], "staging")
         states |= dict.fromkeys(names[:1], "current")
@@ -61,7 +62,7 @@ class Bench:
             runs={"run": RunEntry(epoch=1, max_staleness=1)},
             versions={name: self._live(name, state, name in drained) for name, state in states.items()},
         )
-        await self.registry.decide(Decision(table=table), token=token, alive_s=5)
+        await self.registry.decide(Decision(table=table), lease, alive_s=5)
         await self.registry.client.command("XADD", self.registry.keys.events, "*", "type", "version.staging")
 
     def _live(self, name: str, state: LiveState, drained: bool) -> LiveVersion:

@@ -5,8 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from adaptersync_core.manifest import FILES, Manifest, content_digest, hash_file, inspect
+from adaptersync_core.records import ReplicaReport
 from adaptersync_core.store import ArtifactStore
 from support.adapters import make_adapter
+
+REPORT = ReplicaReport(
+    url="http://r1",
+    base_model="base",
+    engine_epoch="1700000000.25",
+    max_loras=4,
+    max_cpu_loras=4,
+    max_lora_rank=16,
+    block_size=16,
+)
 
 
 def small_adapter(directory: Path, *, seed: int = 0, rank: int = 2, hidden: int = 8, scale: float = 0.5) -> Path:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 
 from adaptersync_core.errors import AdapterSyncError
-from adaptersync_core.registry import Ack, Registry, ReplicaReport
+from adaptersync_core.records import Ack, ReplicaReport
+from adaptersync_core.registry import Registry
 
 
 class ScriptedReplica:

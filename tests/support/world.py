@@ -21,7 +21,7 @@ from adaptersync.coordinator.protocol import decide
 from adaptersync_core.config import Config, CoordinatorSection, GroupSection
 from adaptersync_core.events import AnyEvent, ReplicaState, VersionPromoted
 from adaptersync_core.manifest import AdapterShape, Manifest
-from adaptersync_core.registry import (
+from adaptersync_core.records import (
     Ack,
     Decision,
     Fleet,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from msgspec import Struct
 
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.registry import Ack, Fleet, SeenReplica
+from adaptersync_core.records import Ack, Fleet, SeenReplica
 from adaptersync_core.table import Member, RunEntry
 
 NOT_TOLD = ("type", "digest", "seq", "published_at", "engine_epoch", "incarnation", "generation")  # in events

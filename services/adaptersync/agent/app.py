@@ -21,8 +21,9 @@ from adaptersync_core.keys import Keys
 from adaptersync_core.lane import FastLane
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.manifest import Manifest
+from adaptersync_core.records import Ack, ReplicaReport
 from adaptersync_core.redis import RedisClient
-from adaptersync_core.registry import Ack, Registry, ReplicaReport
+from adaptersync_core.registry import Registry
 from adaptersync_core.store import ArtifactStore
 from adaptersync_core.table import Table
 from adaptersync_core.telemetry import configure_logging

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from msgspec import Struct
 
-from adaptersync_core.registry import Ack
+from adaptersync_core.records import Ack
 
 
 class Plan(Struct, frozen=True, kw_only=True):

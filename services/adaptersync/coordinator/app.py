@@ -19,8 +19,9 @@ from adaptersync_core.events import VersionPromoted
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.queue import enqueue_verification
+from adaptersync_core.records import Decision, Leadership
 from adaptersync_core.redis import RedisClient
-from adaptersync_core.registry import Decision, Leadership, Registry
+from adaptersync_core.registry import Registry
 from adaptersync_core.store import ArtifactStore
 from adaptersync_core.telemetry import configure_logging
 

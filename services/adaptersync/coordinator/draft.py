@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from adaptersync_core.events import AnyEvent, ReplicaState, VersionRetiring
-from adaptersync_core.registry import Decision, Fleet, Need, VersionRecord
+from adaptersync_core.records import Decision, Fleet, Need, VersionRecord
 from adaptersync_core.table import Fate, LiveState, LiveVersion, Member, MemberState
 
 

@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from adaptersync_core.errors import StoreError
-from adaptersync_core.registry import Decision, RunRecord, VersionRecord
+from adaptersync_core.records import Decision, RunRecord, VersionRecord
 from adaptersync_core.store import DIRECTORY_MODE, sync_directory, write_durably
 from adaptersync_core.table import Table
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from adaptersync.coordinator.draft import Draft
 from adaptersync_core.config import Config
-from adaptersync_core.registry import Ack, Fleet, ReplicaReport
+from adaptersync_core.records import Ack, Fleet, ReplicaReport
 from adaptersync_core.table import Member, Table
 
 

@@ -13,7 +13,7 @@ from adaptersync.coordinator.membership import alive, answer, can_spare, slots_o
 from adaptersync_core.config import Config
 from adaptersync_core.events import VersionPromoted, VersionRolledBack, VersionStaging, VersionSuperseded
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.registry import Fleet
+from adaptersync_core.records import Fleet
 from adaptersync_core.table import ROUTABLE, LiveVersion, RunEntry
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from adaptersync.coordinator import membership, promotion, retirement
 from adaptersync.coordinator.draft import Draft
 from adaptersync_core.config import Config
-from adaptersync_core.registry import Decision, Fleet
+from adaptersync_core.records import Decision, Fleet
 
 Rule = Callable[[Fleet, Config], Draft | None]
 

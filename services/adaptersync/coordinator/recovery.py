@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from adaptersync_core.errors import StoreError
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.registry import Leadership, RunRecord
+from adaptersync_core.records import Leadership, RunRecord
 from adaptersync_core.store import ArtifactStore
 from adaptersync_core.table import Table
 

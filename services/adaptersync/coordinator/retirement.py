@@ -12,7 +12,7 @@ from adaptersync.coordinator.draft import Draft
 from adaptersync.coordinator.membership import accepted, alive
 from adaptersync_core.config import Config
 from adaptersync_core.events import RequestRefused, VersionRetired, VersionRolledBack, VersionVoided
-from adaptersync_core.registry import Fleet, Request
+from adaptersync_core.records import Fleet, Request
 
 
 def drain(fleet: Fleet, config: Config) -> Draft | None:

@@ -7,7 +7,8 @@ import logging
 from adaptersync.router.proxy import Proxy
 from adaptersync.router.table import TableView
 from adaptersync_core.errors import ControlError
-from adaptersync_core.registry import Registry, RouterReport
+from adaptersync_core.records import RouterReport
+from adaptersync_core.registry import Registry
 
 REPORT_S = 1.0  # between reports, when the table does not change
 

@@ -34,8 +34,9 @@ from adaptersync_core.identity import check_name
 from adaptersync_core.keys import Keys
 from adaptersync_core.lane import FastLane
 from adaptersync_core.manifest import FILES, Manifest, content_digest, hash_file, inspect
+from adaptersync_core.records import VersionRecord
 from adaptersync_core.redis import RedisClient
-from adaptersync_core.registry import Registry, VersionRecord
+from adaptersync_core.registry import Registry
 from adaptersync_core.store import ArtifactStore
 
 INSIST_S = 30.0  # how long a call is repeated while Redis is away; every call is safe to repeat

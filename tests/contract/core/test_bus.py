@@ -12,8 +12,9 @@ import pytest
 from adaptersync_core import bus
 from adaptersync_core.bus import Bell, follow, ring_on_events
 from adaptersync_core.keys import Keys
+from adaptersync_core.records import Ack
 from adaptersync_core.redis import Entry, RedisClient
-from adaptersync_core.registry import Ack, Registry
+from adaptersync_core.registry import Registry
 from adaptersync_tools.servers import RedisServer, Role
 from support.redis_servers import server_binary
 from support.wait import wait_until

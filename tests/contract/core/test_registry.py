@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from adaptersync_core.registry import PUBLICATIONS_AT_ONCE, Ack, Decision, Registry, ReplicaReport, Request
+from adaptersync_core.records import Ack, Decision, ReplicaReport, Request
+from adaptersync_core.registry import PUBLICATIONS_AT_ONCE, Registry
 from adaptersync_core.table import RunEntry, Table
 from support.artifacts import manifest_of, small_adapter
 from support.world import manifest, name_of
@@ -41,9 +42,9 @@ async def test_only_publications_that_were_not_considered_are_read_and_not_too_m
         await registry.publish(manifest("run", seq), published_at=1)
     fleet = await registry.fleet()
     assert [one.seq for one in fleet.published["run"]] == list(range(1, PUBLICATIONS_AT_ONCE + 1))
-    token = (await registry.lead("c", lease_s=30)).token
+    lease = await registry.lead("c", lease_s=30)
     table = Table(generation=1, runs={"run": RunEntry(epoch=1, max_staleness=1, considered=65)})
-    await registry.decide(Decision(table=table), token=token, alive_s=5)
+    await registry.decide(Decision(table=table), lease, alive_s=5)
     assert [one.seq for one in (await registry.fleet()).published["run"]] == [66, 67]
     assert await registry.find_seq("run", 66) == name_of("run", 66)
 

@@ -11,33 +11,23 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from adaptersync_core.errors import Conflict, ControlError, ControlUnavailable, Fenced, NameTaken
+from adaptersync_core.errors import Conflict, ControlError, ControlUnavailable, Fenced, Forgotten, NameTaken
 from adaptersync_core.events import ReplicaState, VersionPromoted, from_fields
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.registry import (
-    OPEN_REQUESTS,
+from adaptersync_core.records import (
     Ack,
     Decision,
+    Leadership,
     Need,
-    Registry,
-    ReplicaReport,
     Request,
     RouterReport,
     VersionRecord,
 )
+from adaptersync_core.registry import OPEN_REQUESTS, Registry
 from adaptersync_core.table import LiveVersion, Member, RunEntry, Table
-from support.artifacts import manifest_of, small_adapter
+from support.artifacts import REPORT, manifest_of, small_adapter
 from support.proxy import Fault, FaultProxy
 
-REPORT = ReplicaReport(
-    url="http://r1",
-    base_model="base",
-    engine_epoch="1700000000.25",
-    max_loras=4,
-    max_cpu_loras=4,
-    max_lora_rank=16,
-    block_size=16,
-)
 ALIVE_S = 5.0
 
 
@@ -122,12 +112,12 @@ async def test_an_older_trainer_gets_no_number(registry: Registry) -> None:
     await begin(registry, "b")
     with pytest.raises(Fenced, match="newer trainer") as refusal:
         await registry.reserve("run", epoch=1, nonce="n")
-    assert (refusal.value.ids["epoch"], refusal.value.ids["present"]) == (1, "2")
+    assert (refusal.value.ids["epoch"], refusal.value.ids["present"]) == (1, 2)
     assert await registry.reserve("run", epoch=2, nonce="n") == 1
 
 
 async def test_a_run_that_never_began_gives_no_number(registry: Registry) -> None:
-    with pytest.raises(Fenced):
+    with pytest.raises(Forgotten):
         await registry.reserve("nowhere", epoch=1, nonce="n")
     assert await registry.client.command("EXISTS", registry.keys.run("nowhere")) == 0
 
@@ -302,15 +292,15 @@ def decision(generation: int = 1, **more: Any) -> Decision:
     )
 
 
-async def leading(registry: Registry) -> int:
-    return (await registry.lead("c1", lease_s=30)).token
+async def leading(registry: Registry) -> Leadership:
+    return await registry.lead("c1", lease_s=30)
 
 
 async def test_a_decision_is_written_whole(registry: Registry) -> None:
-    token = await leading(registry)
+    lease = await leading(registry)
     request = await registry.request(Request(kind="rollback", run="run"))
     made = decision(answered=(request,))
-    await registry.decide(made, token=token, alive_s=ALIVE_S)
+    await registry.decide(made, lease, alive_s=ALIVE_S)
     assert await registry.table() == made.table
     assert await registry.version(NAME) == made.records[NAME]
     assert (await registry.fleet()).requests == {}
@@ -319,19 +309,19 @@ async def test_a_decision_is_written_whole(registry: Registry) -> None:
 
 
 async def test_a_record_keeps_when_each_state_was_entered(registry: Registry) -> None:
-    token = await leading(registry)
-    await registry.decide(decision(), token=token, alive_s=ALIVE_S)
+    lease = await leading(registry)
+    await registry.decide(decision(), lease, alive_s=ALIVE_S)
     later = replace(decision(2), records={NAME: VersionRecord(state="voided", reason="bad", generation=2, at=9.0)})
-    await registry.decide(later, token=token, alive_s=ALIVE_S)
+    await registry.decide(later, lease, alive_s=ALIVE_S)
     record = await registry.client.command("HGETALL", registry.keys.version(NAME))
     assert (record["state"], record["current_at"], record["voided_at"]) == ("voided", "3.5", "9.0")
 
 
 async def test_decide_repeated_is_one_decision(registry: Registry, lossy: Registry) -> None:
     """The one that repeats learns that the fleet moved on, reads again, and finds its own decision."""
-    token = await leading(registry)
+    lease = await leading(registry)
     with pytest.raises(Conflict, match="moved 1"):
-        await insist(lambda: lossy.decide(decision(), token=token, alive_s=ALIVE_S))
+        await insist(lambda: lossy.decide(decision(), lease, alive_s=ALIVE_S))
     assert (await registry.table()).generation == 1
     assert await kinds(registry) == {"coordinator.elected": 1, "version.promoted": 1}
 
@@ -344,24 +334,37 @@ async def nothing_written(registry: Registry, generation: int = 0) -> None:
 
 
 async def test_a_former_leader_writes_nothing(registry: Registry) -> None:
-    old = (await registry.lead("c1", lease_s=0)).token
+    old = await registry.lead("c1", lease_s=0)
     await registry.lead("c2", lease_s=30)
     with pytest.raises(Fenced, match="another coordinator leads"):
-        await registry.decide(decision(), token=old, alive_s=ALIVE_S)
+        await registry.decide(decision(), old, alive_s=ALIVE_S)
+    await nothing_written(registry)
+
+
+async def test_a_leader_of_a_control_state_that_was_lost_writes_nothing(registry: Registry) -> None:
+    """After a flush tokens begin at 1 again, so the token alone would let a former leader through."""
+    old = await leading(registry)
+    await registry.client.command("DEL", registry.keys.control)
+    again = await leading(registry)
+    assert (again.token, again.incarnation != old.incarnation) == (old.token, True)
+    with pytest.raises(Fenced, match="another coordinator leads"):
+        await registry.decide(decision(), old, alive_s=ALIVE_S)
     await nothing_written(registry)
 
 
 async def test_without_a_control_state_nothing_is_written(registry: Registry) -> None:
     with pytest.raises(Fenced):
-        await registry.decide(decision(), token=1, alive_s=ALIVE_S)
+        await registry.decide(
+            decision(), Leadership(token=1, generation=0, incarnation="", leader="c1"), alive_s=ALIVE_S
+        )
     assert (await registry.table()).generation == 0
 
 
 @pytest.mark.parametrize("generation", [0, 2, 3])
 async def test_a_decision_from_another_generation_is_not_written(registry: Registry, generation: int) -> None:
-    token = await leading(registry)
+    lease = await leading(registry)
     with pytest.raises(Conflict, match="moved 0"):
-        await registry.decide(decision(generation), token=token, alive_s=ALIVE_S)
+        await registry.decide(decision(generation), lease, alive_s=ALIVE_S)
     await nothing_written(registry)
 
 
@@ -369,10 +372,10 @@ NEED = Need(replica="r1", version=NAME, engine_epoch=REPORT.engine_epoch)
 
 
 async def test_a_decision_that_needs_acks_finds_them(registry: Registry) -> None:
-    token = await leading(registry)
+    lease = await leading(registry)
     await registry.report_replica("r1", REPORT)
     await registry.ack("r1", NAME, ACCEPTED)
-    await registry.decide(decision(needs=(NEED,)), token=token, alive_s=ALIVE_S)
+    await registry.decide(decision(needs=(NEED,)), lease, alive_s=ALIVE_S)
     assert (await registry.table()).generation == 1
 
 
@@ -433,14 +436,14 @@ async def ack_of_another_replica(registry: Registry) -> None:
 async def test_a_decision_whose_needs_are_not_met_writes_nothing(
     registry: Registry, prepare: Callable[[Registry], Awaitable[None]], word: str
 ) -> None:
-    token = await leading(registry)
+    lease = await leading(registry)
     request = await registry.request(Request(kind="rollback", run="run"))
     await registry.report_replica("r0", REPORT)
     await registry.ack("r0", NAME, ACCEPTED)
     await prepare(registry)
     needs = (replace(NEED, replica="r0"), NEED)  # the first is met
     with pytest.raises(Conflict, match=f"{word} .*r1") as refusal:
-        await registry.decide(decision(needs=needs, answered=(request,)), token=token, alive_s=ALIVE_S)
+        await registry.decide(decision(needs=needs, answered=(request,)), lease, alive_s=ALIVE_S)
     assert refusal.value.retryable
     await nothing_written(registry)
     assert list((await registry.fleet()).requests) == [request]
@@ -448,7 +451,7 @@ async def test_a_decision_whose_needs_are_not_met_writes_nothing(
 
 async def test_a_decision_over_a_large_fleet_is_one_script(registry: Registry) -> None:
     """256 replicas, each with acks for eight versions, and a table to match."""
-    token = await leading(registry)
+    lease = await leading(registry)
     names = [f"run-v{seq}-000000000000" for seq in range(1, 9)]
     needs = []
     for number in range(256):
@@ -465,7 +468,7 @@ async def test_a_decision_over_a_large_fleet_is_one_script(registry: Registry) -
         table=replace(large.table, members={f"r{number}": member for number in range(256)}),
         events=tuple(ReplicaState(replica=f"r{number}", state="ready", generation=1) for number in range(256)),
     )
-    await registry.decide(large, token=token, alive_s=60)
+    await registry.decide(large, lease, alive_s=60)
     assert len((await registry.table()).members) == 256
     assert (await kinds(registry))["replica.state"] == 256
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptersync.agent.reconcile import Plan, plan
-from adaptersync_core.registry import Ack
+from adaptersync_core.records import Ack
 
 NAMES = ["a-v1", "a-v2", "b-v1", "b-v2"]
 YES, NO = Ack(accepted=True, engine_epoch="2"), Ack(accepted=False, engine_epoch="2")

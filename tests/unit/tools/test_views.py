@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from adaptersync_core.registry import Ack, Fleet, ReplicaReport, RouterReport, RunRecord, SeenReplica
+from adaptersync_core.records import Ack, Fleet, ReplicaReport, RouterReport, RunRecord, SeenReplica
 from adaptersync_core.table import LiveVersion, Member, RunEntry, Table
 from adaptersync_tools import views
 

@@ -12,7 +12,8 @@ from rich.text import Text
 from adaptersync_core.errors import AdapterInvalid, ControlError, NameInvalid, PublicationFailed
 from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.queue import enqueue_verification
-from adaptersync_core.registry import Registry, Request
+from adaptersync_core.records import Request
+from adaptersync_core.registry import Registry
 from adaptersync_tools.cli.common import config_option, json_option, settings, timeout_option, visit
 from adaptersync_tools.output import console, print_json, state
 

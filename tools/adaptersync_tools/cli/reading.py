@@ -18,8 +18,9 @@ from rich.text import Text
 from adaptersync_core.bus import follow as follow_stream
 from adaptersync_core.errors import NameInvalid
 from adaptersync_core.keys import Keys
+from adaptersync_core.records import Fleet
 from adaptersync_core.redis import Entry
-from adaptersync_core.registry import Fleet, Registry
+from adaptersync_core.registry import Registry
 from adaptersync_tools import explain, views
 from adaptersync_tools.cli.common import config_option, json_option, settings, visit
 from adaptersync_tools.output import EVENT_STYLES, console, milliseconds, print_json, seconds, state, table

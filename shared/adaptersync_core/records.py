@@ -1,0 +1,176 @@
+"""What is kept in Redis, as structs, and how each is written as text.
+
+A report is one hash with a field a value, structured values as JSON; an ack and a request are JSON. What cannot be read
+is left out with a warning: one bad record must not stop the whole group.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from adaptersync_core.events import Event
+from adaptersync_core.manifest import Manifest
+from adaptersync_core.proof import Proof
+from adaptersync_core.table import Table
+
+RecordT = TypeVar("RecordT", bound=Struct)
+log = logging.getLogger(__name__)
+
+
+class ReplicaReport(Struct, frozen=True, kw_only=True):
+    """What an agent observes of its engine. `loaded` are the adapter ids the engine lists from our directory."""
+
+    url: str
+    base_model: str
+    engine_epoch: str
+    max_loras: int
+    max_cpu_loras: int
+    max_lora_rank: int
+    block_size: int
+    loaded: tuple[str, ...] = ()
+    draining: bool = False
+    engine: str = ""
+    host: str = ""
+
+
+class SeenReplica(Struct, frozen=True, kw_only=True):
+    """A report with its age on the control server's clock."""
+
+    report: ReplicaReport
+    age_s: float
+
+
+class Ack(Struct, frozen=True, kw_only=True):
+    """A replica's word on a version, good for one life of its engine, and the proof it rests on."""
+
+    accepted: bool
+    engine_epoch: str
+    proof: Proof = Proof(verdict="not probed")
+    reason: str = ""
+    phases: dict[str, float] = {}
+
+
+class RouterReport(Struct, frozen=True, kw_only=True):
+    """The generation a router serves, and how many requests it has in flight by version."""
+
+    generation: int
+    url: str = ""
+    inflight: dict[str, int] = {}
+
+
+class RunRecord(Struct, frozen=True, kw_only=True):
+    """A run as its trainer wrote it."""
+
+    epoch: int
+    seq: int
+    max_staleness: int
+
+
+class Request(Struct, frozen=True, kw_only=True):
+    """What an operator asks for: `rollback` voids the current version of `run` (to `version`, or the one before)."""
+
+    kind: str
+    run: str
+    version: str = ""
+    reason: str = ""
+
+
+class Fleet(Struct, frozen=True, kw_only=True):
+    """All that a decision is made from, read at `now` (the control server's wall clock, seconds)."""
+
+    now: float
+    table: Table
+    runs: dict[str, RunRecord]
+    published: dict[str, tuple[Manifest, ...]]
+    replicas: dict[str, SeenReplica]
+    acks: dict[str, dict[str, Ack]]
+    routers: dict[str, RouterReport]
+    requests: dict[str, Request]
+
+
+class VersionRecord(Struct, frozen=True, kw_only=True):
+    """The fate of a version as the coordinator last wrote it."""
+
+    state: str
+    reason: str = ""
+    generation: int = 0
+    at: float = 0.0
+
+
+class Need(Struct, frozen=True, kw_only=True, array_like=True):
+    """A replica that must be alive in this life of its engine and have accepted the version in it."""
+
+    replica: str
+    version: str
+    engine_epoch: str
+
+
+class Decision(Struct, frozen=True, kw_only=True):
+    """One step of the coordinator: the table as it should be, and everything that must hold or be written with it."""
+
+    table: Table
+    needs: tuple[Need, ...] = ()
+    records: dict[str, VersionRecord] = {}
+    events: tuple[Event, ...] = ()
+    answered: tuple[str, ...] = ()
+
+
+class Leadership(Struct, frozen=True, kw_only=True):
+    """`token` is 0 when another coordinator leads."""
+
+    token: int
+    generation: int
+    incarnation: str
+    leader: str
+
+    @property
+    def fence(self) -> str:
+        """What a write must show: a token of this incarnation of the control state."""
+        return f"{self.incarnation}:{self.token}"
+
+
+def read_acks(fields: dict[str, str]) -> dict[str, Ack]:
+    found = {name: from_json(name, text, Ack) for name, text in fields.items()}
+    return {name: ack for name, ack in found.items() if ack is not None}
+
+
+def record_fields(record: VersionRecord) -> list[str]:
+    fields = msgspec.to_builtins(record)
+    fields[f"{record.state}_at"] = record.at
+    return [text for name, value in fields.items() for text in (name, str(value))]
+
+
+def hash_fields(report: Struct) -> list[str]:
+    """Flat fields for a hash: plain values as text, structured ones as JSON."""
+    fields: list[str] = []
+    for name, value in msgspec.to_builtins(report).items():
+        fields += name, value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return fields
+
+
+def from_hash(name: str, fields: dict[str, str], kind: type[RecordT]) -> RecordT | None:
+    structured = {field.name for field in msgspec.structs.fields(kind) if field.type is not str}
+    raw = {key: msgspec.Raw(text.encode()) if key in structured else text for key, text in fields.items()}
+    return from_json(name, msgspec.json.encode(raw), kind)
+
+
+def from_text(name: str, fields: dict[str, str], kind: type[RecordT]) -> RecordT | None:
+    return _understood(name, lambda: msgspec.convert(fields, kind, strict=False))
+
+
+def from_json(name: str, text: str | bytes, kind: type[RecordT]) -> RecordT | None:
+    return _understood(name, lambda: msgspec.json.decode(text, type=kind))
+
+
+def _understood(name: str, read: Callable[[], RecordT]) -> RecordT | None:
+    """What a record says; None, with a warning, for one that cannot be read: it must not stop the whole group."""
+    try:
+        return read()
+    except (msgspec.MsgspecError, RecursionError) as error:
+        log.warning("record of %s is left out, it cannot be read: %s", name, error)
+        return None

@@ -1,0 +1,37 @@
+"""A control state that was lost is put back from what the coordinator and the store remember."""
+
+from __future__ import annotations
+
+import pytest
+
+from adaptersync_core.errors import Fenced, Forgotten
+from adaptersync_core.records import RunRecord, VersionRecord
+from adaptersync_core.registry import Registry
+from adaptersync_core.table import Table
+
+NAME = "run-v1-000000000000"
+
+
+async def test_restoring_puts_back_table_fates_and_numbers(registry: Registry) -> None:
+    lease = await registry.lead("c1", lease_s=30)
+    await registry.begin_run("run", nonce="later", max_staleness=2, trainer="t")  # a trainer was faster
+    table = Table(incarnation="anew", generation=8)
+    runs = {"run": RunRecord(epoch=4, seq=9, max_staleness=1), "old": RunRecord(epoch=2, seq=3, max_staleness=0)}
+    fates = {NAME: VersionRecord(state="voided", reason="bad", generation=7, at=1.5)}
+    await registry.restore(lease, table, runs, fates)
+    assert await registry.table() == table
+    assert await registry.version(NAME) == fates[NAME]
+    assert await registry.runs() == ["old", "run"]
+    now = await registry.lead("c1", lease_s=30)
+    assert (now.incarnation, now.generation) == ("anew", 8)
+    with pytest.raises(Fenced):
+        await registry.reserve("run", epoch=1, nonce="n")
+    assert (await registry.begin_run("run", nonce="next", max_staleness=2, trainer="t")) == (5, 9)
+    with pytest.raises(Fenced):  # the lease was of the incarnation before
+        await registry.restore(lease, table, runs, fates)
+
+
+async def test_a_trainer_learns_that_redis_stands_at_an_older_state(registry: Registry) -> None:
+    await registry.begin_run("run", nonce="a", max_staleness=2, trainer="t")
+    with pytest.raises(Forgotten):
+        await registry.reserve("run", epoch=2, nonce="n")

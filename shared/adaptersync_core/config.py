@@ -28,7 +28,7 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class GroupSection(Section, frozen=True, kw_only=True):
     name: str = "default"
-    """The replicas that serve one base model together."""
+    """Replicas, services and trainers that belong together: they share a base model, a store and these servers."""
     base_model: str = "base"
     """The name under which replicas serve the base model."""
 

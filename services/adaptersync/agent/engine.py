@@ -18,7 +18,11 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """The engine this agent stands beside. `epoch` names one life of its process; empty until it was first seen."""
+    """The engine this agent stands beside. `epoch` names one life of its process; empty until it was first seen.
+
+    `unsettled` are loads that this life of the engine may still be at: nobody waited for their end, or none was heard
+    of. Their files must stay: an engine that misses one while it reads ends.
+    """
 
     def __init__(self, client: VllmClient, stage_path: Path) -> None:
         self._client = client
@@ -27,6 +31,7 @@ class Engine:
         self.epoch = ""
         self.facts: EngineFacts | None = None
         self.base: dict[str, tuple[int, ...]] = {}
+        self.unsettled: set[str] = set()
 
     async def observe(self, *, timeout_s: float) -> list[str]:
         """Check that the engine lives, learn of a restart, and list what it holds of ours."""
@@ -36,6 +41,7 @@ class Engine:
             self.facts = await self._client.facts()
             self.base = await asyncio.to_thread(base_shapes, Path(self.facts.root))
             self.epoch = epoch
+            self.unsettled.clear()
             log.info("engine %s began its life %s; base weights known: %d", self._client.url, epoch, len(self.base))
         return await self.loaded()
 
@@ -50,9 +56,14 @@ class Engine:
             if self.epoch and before != self.epoch:
                 raise EngineUnavailable("engine restarted and was not looked at since", version=name)
             failure: EngineRefused | EngineUnavailable | None = None
+            self.unsettled.add(name)
             try:
                 await self._client.load(name, str(path), timeout_s=timeout_s)
-            except (EngineRefused, EngineUnavailable) as error:
+                self.unsettled.discard(name)
+            except EngineRefused as error:
+                self.unsettled.discard(name)
+                failure = error
+            except EngineUnavailable as error:
                 failure = error
             listed = (await self._client.adapters()).get(name)
             if isinstance(failure, EngineRefused) and failure.status >= 500:
@@ -65,8 +76,10 @@ class Engine:
                 raise EngineUnavailable("engine restarted while it loaded", version=name)
 
     async def unload(self, name: str) -> None:
+        """Take back a name that is listed, so that its load has ended."""
         async with self._changing:
             await self._client.unload(name)
+            self.unsettled.discard(name)
 
 
 def base_shapes(root: Path) -> dict[str, tuple[int, ...]]:

@@ -156,8 +156,13 @@ def load_config(
     environment = os.environ if environment is None else environment
     named = path or (Path(environment["ADAPTERSYNC_CONFIG"]) if environment.get("ADAPTERSYNC_CONFIG") else None)
     settings = _read(named) if named else {}
+    misspelt = {variable(name).replace("__", "_"): name for name in names()}
     for name, value in environment.items():
         section, separator, key = name.removeprefix(ENVIRONMENT).lower().partition("__")
+        if name in misspelt:
+            raise ConfigError(
+                "variable would be ignored", next_step=f"call it {variable(misspelt[name])}", variable=name
+            )
         if name.startswith(ENVIRONMENT) and separator:
             _set(settings, section, key, value)
     for dotted, value in (overrides or {}).items():
@@ -174,6 +179,17 @@ def load_config(
         ) from error
     _check(config)
     return config
+
+
+def names() -> list[str]:
+    """Every setting, as "section.key"."""
+    sections = {field.name: field.type for field in msgspec.structs.fields(Config)}
+    return [f"{section}.{key}" for section, kind in sections.items() for key in kind.__struct_fields__]
+
+
+def variable(name: str) -> str:
+    """What a setting ("router.port") is called in the environment."""
+    return f"{ENVIRONMENT}{name.replace('.', '__')}".upper()
 
 
 def _set(settings: dict[str, Any], section: str, key: str, value: Any) -> None:

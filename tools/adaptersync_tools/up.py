@@ -26,7 +26,7 @@ from typing import Any, Self
 import orjson
 from msgspec import Struct
 
-from adaptersync_core.config import Config, load_config
+from adaptersync_core.config import Config, load_config, variable
 from adaptersync_core.errors import ConfigError, ControlError
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import rq_connection, translated
@@ -75,6 +75,7 @@ class Stack:
         self.config_path = self.state_dir / "adaptersync.toml"
         self.logs = self.state_dir / "logs"
         self.engine_urls: dict[str, str] = {}
+        self._environment: dict[str, str] = {}
         self._progress = progress or Progress()
         self._cleanup = contextlib.ExitStack()
 
@@ -100,7 +101,7 @@ class Stack:
         spec = Spec(
             name=name,
             command=python(module, *arguments),
-            environment={"ADAPTERSYNC_CONFIG": str(self.config_path), **(environment or {})},
+            environment={"ADAPTERSYNC_CONFIG": str(self.config_path), **self._environment, **(environment or {})},
             tier=CLIENT_TIER,
             restart=False,
         )
@@ -159,7 +160,9 @@ class Stack:
             **self.settings.overrides,
         }
         self.config_path.write_text(explain.to_toml(settings), encoding="utf-8")
-        return load_config(self.config_path, environment={})
+        # the caller's environment may speak of another fleet: what is set here must not be overruled by it
+        self._environment = {variable(name): str(value) for name, value in settings.items()}
+        return load_config(self.config_path, environment={**os.environ, **self._environment})
 
     def _engine_settings(self) -> EngineSettings:
         return EngineSettings(model=self.settings.model.absolute(), **self.settings.engine)
@@ -213,7 +216,8 @@ class Stack:
         environment: dict[str, str] | None = None,
     ) -> None:
         commanded = python("adaptersync_tools.cli", command, "--config", str(self.config_path), *arguments)
-        self.supervisor.start(Spec(name=name, command=commanded, environment=environment or {}, tier=tier))
+        settings = {**self._environment, **(environment or {})}
+        self.supervisor.start(Spec(name=name, command=commanded, environment=settings, tier=tier))
 
     def _members_ready(self) -> bool:
         with rq_connection(self.config.redis.control_url) as client:

@@ -62,7 +62,7 @@ def test_the_file_named_by_hand_wins_over_the_one_in_the_environment(tmp_path: P
 
 
 def test_foreign_variables_are_left_alone() -> None:
-    foreign = {"ADAPTERSYNC_VENV": "/x", "ADAPTERSYNC_CONFIG": "", "PATH": "/bin", "ROUTER__PORT": "1"}
+    foreign = {"ADAPTERSYNC_VENV": "/x", "ADAPTERSYNC_REDIS_BINARY": "/y", "ADAPTERSYNC_CONFIG": "", "PATH": "/bin", "ROUTER__PORT": "1"}
     assert load_config(environment=foreign) == Config()
 
 
@@ -108,6 +108,7 @@ def test_a_wrong_setting_is_named(text: str, named: str, tmp_path: Path) -> None
         ("ADAPTERSYNC_ROUTER__HOLD_S", "nan", "router.hold_s"),
         ("ADAPTERSYNC_ROUTER__PROT", "1", "prot"),
         ("ADAPTERSYNC_NOWHERE__X", "1", "nowhere"),
+        ("ADAPTERSYNC_ROUTER_PORT", "1", "call it ADAPTERSYNC_ROUTER__PORT"),
     ],
 )
 def test_a_wrong_variable_is_named(variable: str, value: str, named: str) -> None:

@@ -62,7 +62,13 @@ def test_the_file_named_by_hand_wins_over_the_one_in_the_environment(tmp_path: P
 
 
 def test_foreign_variables_are_left_alone() -> None:
-    foreign = {"ADAPTERSYNC_VENV": "/x", "ADAPTERSYNC_REDIS_BINARY": "/y", "ADAPTERSYNC_CONFIG": "", "PATH": "/bin", "ROUTER__PORT": "1"}
+    foreign = {
+        "ADAPTERSYNC_VENV": "/x",
+        "ADAPTERSYNC_REDIS_BINARY": "/y",
+        "ADAPTERSYNC_CONFIG": "",
+        "PATH": "/bin",
+        "ROUTER__PORT": "1",
+    }
     assert load_config(environment=foreign) == Config()
 
 

@@ -85,7 +85,7 @@ class Engine:
 def base_shapes(root: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the base model's weights, from the headers of its files; empty when they are not on this host."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(root.glob("*.safetensors")) if root.is_dir() else ():
+    for path in sorted(root.glob("*.safetensors")) if root.is_absolute() else ():
         try:
             with path.open("rb") as file:
                 tensors, _ = read_header(file, size=path.stat().st_size, name=path.name)

@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from adaptersync_core.errors import ConfigError, NameInvalid
 from adaptersync_core.identity import check_name
+from adaptersync_core.keys import ROUTER_SERVES_S
 
 ENVIRONMENT = "ADAPTERSYNC_"
 
@@ -98,7 +99,7 @@ class RouterSection(Section, frozen=True, kw_only=True):
     max_inflight: int = 4096
     """Requests in flight in this router; more are answered 503."""
     table_max_age_s: float = 60.0
-    """How long to serve from a table that could not be read again."""
+    """How long to serve from a table that could not be read again; at most 60, for which retirement waits."""
     blocks_per_version: int = 500_000
     """Owned prefix blocks kept for one version."""
     blocks_per_request: int = 512
@@ -234,6 +235,12 @@ def _check(config: Config) -> None:
     if not Path(config.agent.stage_path).is_absolute() or not Path(config.store.path).is_absolute():
         raise ConfigError(
             "store.path and agent.stage_path must be absolute: vLLM would look a relative one up on a hub"
+        )
+    if config.router.table_max_age_s > ROUTER_SERVES_S:
+        raise ConfigError(
+            f"setting must be at most {ROUTER_SERVES_S}: retirement waits no longer for a router that is cut off",
+            key="router.table_max_age_s",
+            value=config.router.table_max_age_s,
         )
     if config.coordinator.min_ready < 1:
         raise ConfigError("setting must be at least 1", key="coordinator.min_ready", value=config.coordinator.min_ready)

@@ -28,7 +28,7 @@ from adaptersync_core.errors import ControlError, ControlUnavailable
 from adaptersync_core.keys import Keys
 from adaptersync_core.pipe import Pipe
 from adaptersync_core.redis import RedisClient
-from adaptersync_core.registry import Registry
+from adaptersync_core.registry import Registry, RouterReport
 
 CACHE_TIMEOUT_S = 0.25  # for a decision; past it the router decides alone
 ROWS_TIMEOUT_S = 5.0  # for a batch of ledger rows, which the control server writes to disk
@@ -130,6 +130,9 @@ async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[
     app.router.add_route("*", "/{path:.*}", refuse_path)
 
     bell = Bell()
+    with contextlib.suppress(ControlError):
+        # before the table is read: from here on nothing in it is unloaded without our word
+        await registry.report_router(name, RouterReport(generation=0))
     await view.read()
     for pipe in (cache, rows):
         with contextlib.suppress(ControlUnavailable):

@@ -23,6 +23,8 @@ def another(key: str, value: Any) -> tuple[Any, Any]:
     """Two other values of the same type that are allowed."""
     if isinstance(value, bool):
         return not value, value
+    if key == "table_max_age_s":  # has the largest value it may have
+        return value - 1, value - 2
     if isinstance(value, int | float):
         return value + 1, value + 2
     if key == "path" or key.endswith("_path"):
@@ -84,6 +86,7 @@ def test_foreign_variables_are_left_alone() -> None:
         ("[router]\nhold_s = nan\n", "router.hold_s"),
         ("[router]\nhold_s = inf\n", "router.hold_s"),
         ("[router]\nspill = -1\n", "router.spill"),
+        ("[router]\ntable_max_age_s = 60.1\n", "router.table_max_age_s"),
         ("[coordinator]\nmin_ready = 0\n", "coordinator.min_ready"),
         ("[agent]\nstage_path = 'relative'\n", "agent.stage_path"),
         ("[store]\npath = 'relative'\n", "store.path"),

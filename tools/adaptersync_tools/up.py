@@ -115,6 +115,8 @@ class Stack:
         for directory in (self.state_dir, self.state_dir / "store", self.state_dir / "staged", self.logs):
             directory.mkdir(parents=True, exist_ok=True)
         lock = self._lock()
+        if self.settings.router_port:
+            _require_free(self.settings.router_port)
         names = [f"replica-{number}" for number in range(self.settings.replicas)]
         ports = free_ports(3 + len(names))
         self.engine_urls = {name: f"http://{HOST}:{port}" for name, port in zip(names, ports[3:], strict=True)}
@@ -250,6 +252,22 @@ def free_ports(count: int) -> list[int]:
         for listener in listeners:
             listener.bind((HOST, 0))
         return [listener.getsockname()[1] for listener in listeners]
+
+
+def _require_free(port: int) -> None:
+    """Routers of one fleet may share a port; one of another fleet would, unnoticed, be sent half of our requests."""
+    with socket.socket() as listener:
+        listener.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # only a listener counts, not what it left behind
+        try:
+            listener.bind((HOST, port))
+        except OSError as error:
+            raise StackFailed(
+                f"router cannot have its port: {error.strerror}",
+                next_step="stop what listens there, or choose another --router-port",
+                port=port,
+            ) from error
 
 
 def _pings(url: str) -> bool:

@@ -216,7 +216,7 @@ class Proxy:
             return body, self._decoder.decode(body)
         except web.HTTPRequestEntityTooLarge as error:
             raise Unroutable("request body is too large", status=413, limit_bytes=limit) from error
-        except (msgspec.DecodeError, web.RequestPayloadError) as error:
+        except (msgspec.DecodeError, web.RequestPayloadError, RecursionError) as error:
             raise Unroutable(f"request body is not what it should be: {error}", status=400) from error
 
     def _hashes(self, target: Target, asked: Asked) -> list[str]:

@@ -137,9 +137,25 @@ def test_requests_are_answered_one_by_one() -> None:
 
 
 def test_a_replica_with_too_few_slots_never_becomes_ready() -> None:
-    world = settle(new_world(replicas=1, max_staleness=2, slots=3))
-    assert members(world) == {"r1": "joining"}
+    """Others have enough: it would shorten the windows of all."""
+    world = new_world(replicas=2, max_staleness=2, slots=4)
+    small = replace(world.replicas["r1"], slots=3)
+    world = settle(after(replace(world, replicas=world.replicas | {"r1": small}), "report"))
+    assert members(world) == {"r1": "joining", "r2": "ready"}
     assert world.table.members["r1"].reason.startswith("capacity: holds 3 adapters, 4 are needed")
+
+
+def test_an_engine_that_holds_one_adapter_could_never_change_it() -> None:
+    world = settle(new_world(replicas=1, max_staleness=0, slots=1))
+    assert world.table.members["r1"].reason.startswith("capacity: holds 1 adapters, 2 are needed")
+
+
+def test_a_run_that_wants_more_than_the_fleet_has_keeps_no_replica_out() -> None:
+    world = after(ready(max_staleness=2, slots=4), "begin run1 20", *["publish run1", "settle"] * 5)
+    world = after(world, "restart r1", "restart r2", "settle")
+    assert members(world) == {"r1": "ready", "r2": "ready"}
+    world = after(world, "publish run1", "settle")
+    assert world.table.window("run1") == [V[6], V[5], V[4], V[3]]
 
 
 def test_a_load_waits_for_room() -> None:

@@ -42,7 +42,13 @@ class Engine:
             self.base = await asyncio.to_thread(base_shapes, Path(self.facts.root))
             self.epoch = epoch
             self.unsettled.clear()
-            log.info("engine %s began its life %s; base weights known: %d", self._client.url, epoch, len(self.base))
+            log.info("engine %s began its life %s", self._client.url, epoch)
+            if not self.base:
+                log.warning("base weights are not on this host at %r: no shapes are checked", self.facts.root)
+            if not self.facts.max_loras:
+                log.warning(
+                    "engine does not say its LoRA limits (VLLM_SERVER_DEV_MODE=1): no ranks or slots are checked"
+                )
         return await self.loaded()
 
     async def loaded(self) -> list[str]:

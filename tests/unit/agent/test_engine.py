@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from adaptersync.agent.engine import Engine
 from adaptersync_core.errors import EngineRefused, EngineUnavailable
 from adaptersync_core.vllm import EngineFacts, VllmClient
+from adaptersync_tools.demo.synthetic import write_base_model
 
 NAME = "run-v1-0123456789ab"
 STAGED = Path("/staged")
@@ -32,6 +34,7 @@ class Server(VllmClient):
         self.life = "1.00"
         self.listed: dict[str, str] = {}
         self.failure: Exception | None = None
+        self.said = FACTS
 
     async def alive(self, *, timeout_s: float) -> None:
         pass
@@ -40,7 +43,7 @@ class Server(VllmClient):
         return self.life
 
     async def facts(self) -> EngineFacts:
-        return FACTS
+        return self.said
 
     async def adapters(self) -> dict[str, str]:
         return self.listed
@@ -97,3 +100,16 @@ async def test_another_life_of_the_engine_reads_nothing_of_the_one_before() -> N
     server.life = "2.00"
     await engine.observe(timeout_s=1)
     assert engine.unsettled == set()
+
+
+async def test_what_cannot_be_checked_is_said(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    server = Server()
+    server.said = replace(FACTS, root="some/model-of-a-hub", max_loras=0)
+    await Engine(server, STAGED).observe(timeout_s=1)
+    assert "base weights are not on this host at 'some/model-of-a-hub': no shapes are checked" in caplog.text
+    assert "no ranks or slots are checked" in caplog.text
+    caplog.clear()
+    write_base_model(tmp_path)
+    server.said = replace(FACTS, root=str(tmp_path))
+    await Engine(server, STAGED).observe(timeout_s=1)
+    assert "checked" not in caplog.text

@@ -228,6 +228,14 @@ async def _window(bench: Bench, seqs: list[int]) -> bool:
     return await bench.window() == seqs
 
 
+async def test_a_name_of_before_a_restart_of_the_relay_is_no_dead_end(bench: Bench) -> None:
+    """TRL would ask for it 90 times in 505 s, and then end."""
+    assert await bench.asked(NAMES[4]) == (NAMES[4], "")  # nothing is served yet: the router says so
+    await bench.load(1)
+    model, substituted = await bench.asked(NAMES[4])
+    assert (model.startswith("run-v1-"), substituted) == (True, NAMES[4])
+
+
 async def test_an_answer_that_breaks_off_is_not_whole_for_trl_either(bench: Bench) -> None:
     await bench.load(1)
     bench.router.cut_after = 1

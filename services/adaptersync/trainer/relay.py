@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from adaptersync_core.registry import Registry
 from adaptersync_core.telemetry import configure_logging
 
 ALIASES = 256  # names kept; TRL asks for none older than its staleness window
+TRL_NAME = re.compile(r"trl-policy-v[0-9]+")  # what TRL calls the adapters it has a server load
 BODY_LIMIT = 16 << 20  # bytes of one request
 PASSED_ON = ("content-type", "retry-after", REQUEST_ID, VERSION, REPLICA)  # of an answer's headers
 
@@ -212,11 +214,11 @@ class Relay:
         except (orjson.JSONDecodeError, KeyError, TypeError) as error:
             raise AdapterInvalid("request names no model") from error
         alias = self._aliases.get(name)
-        if alias is None:
+        if alias is None and not (isinstance(name, str) and TRL_NAME.fullmatch(name)):
             return await self._forward(request, body, {})
-        target = await self._living(alias.version)
-        asked["model"] = target
-        marks = {SUBSTITUTED: name} if alias.substituted or target != alias.version else {}
+        version = alias.version if alias else name  # a name of before this relay started stands for nobody knows what
+        asked["model"] = target = await self._living(version)
+        marks = {SUBSTITUTED: name} if target != version or (alias and alias.substituted) else {}
         return await self._forward(request, orjson.dumps(asked), marks)
 
     async def _living(self, version: str) -> str:

@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from adaptersync_core.errors import ConfigError, NameInvalid
 from adaptersync_core.identity import check_name
+from adaptersync_core.keys import ROUTER_SERVES_S
 from adaptersync_core.proof import Verdict
 
 ENVIRONMENT = "ADAPTERSYNC_"
@@ -29,7 +30,7 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class GroupSection(Section, frozen=True, kw_only=True):
     name: str = "default"
-    """The replicas that serve one base model together."""
+    """Replicas, services and trainers that belong together: they share a base model, a store and these servers."""
     base_model: str = "base"
     """The name under which replicas serve the base model."""
 
@@ -111,7 +112,7 @@ class RouterSection(Section, frozen=True, kw_only=True):
     max_inflight: int = 4096
     """Requests in flight in this router; more are answered 503."""
     table_max_age_s: float = 60.0
-    """How long to serve from a table that could not be read again."""
+    """How long to serve from a table that could not be read again; at most 60, for which retirement waits."""
     blocks_per_version: int = 500_000
     """Owned prefix blocks kept for one version."""
     blocks_per_request: int = 512
@@ -170,8 +171,13 @@ def load_config(
     environment = os.environ if environment is None else environment
     named = path or (Path(environment["ADAPTERSYNC_CONFIG"]) if environment.get("ADAPTERSYNC_CONFIG") else None)
     settings = _read(named) if named else {}
+    misspelt = {variable(name).replace("__", "_"): name for name in names()}
     for name, value in environment.items():
         section, separator, key = name.removeprefix(ENVIRONMENT).lower().partition("__")
+        if name in misspelt:
+            raise ConfigError(
+                "variable would be ignored", next_step=f"call it {variable(misspelt[name])}", variable=name
+            )
         if name.startswith(ENVIRONMENT) and separator:
             _set(settings, section, key, value)
     for dotted, value in (overrides or {}).items():
@@ -188,6 +194,17 @@ def load_config(
         ) from error
     _check(config)
     return config
+
+
+def names() -> list[str]:
+    """Every setting, as "section.key"."""
+    sections = {field.name: field.type for field in msgspec.structs.fields(Config)}
+    return [f"{section}.{key}" for section, kind in sections.items() for key in kind.__struct_fields__]
+
+
+def variable(name: str) -> str:
+    """What a setting ("router.port") is called in the environment."""
+    return f"{ENVIRONMENT}{name.replace('.', '__')}".upper()
 
 
 def _set(settings: dict[str, Any], section: str, key: str, value: Any) -> None:
@@ -232,6 +249,12 @@ def _check(config: Config) -> None:
     if not Path(config.agent.stage_path).is_absolute() or not Path(config.store.path).is_absolute():
         raise ConfigError(
             "store.path and agent.stage_path must be absolute: vLLM would look a relative one up on a hub"
+        )
+    if config.router.table_max_age_s > ROUTER_SERVES_S:
+        raise ConfigError(
+            f"setting must be at most {ROUTER_SERVES_S}: retirement waits no longer for a router that is cut off",
+            key="router.table_max_age_s",
+            value=config.router.table_max_age_s,
         )
     if config.coordinator.min_ready < 1:
         raise ConfigError("setting must be at least 1", key="coordinator.min_ready", value=config.coordinator.min_ready)

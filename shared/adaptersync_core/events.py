@@ -1,7 +1,7 @@
 """Everything that happens, as one struct each: the entries of the group's `events` stream.
 
-An entry's fields are flat text, so that `redis-cli XRANGE` reads as a story. Events wake loops and inform people; truth
-is in the records they speak of. Fields may be added with defaults; unknown fields are ignored.
+An entry's fields are flat text: `redis-cli XRANGE` alone tells what happened. Events wake loops and inform people;
+truth is in the records they speak of. Fields may be added with defaults; unknown fields are ignored.
 """
 
 from __future__ import annotations

@@ -72,7 +72,10 @@ class RunRecord(Struct, frozen=True, kw_only=True):
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """What an operator asks for: `rollback` voids the current version of `run` (to `version`, or the one before)."""
+    """What an operator asks for: `rollback` voids the current version of `run` (to `version`, or the one before).
+
+    Where `version` is on its way in, it is given up and nothing is voided.
+    """
 
     kind: str
     run: str

@@ -301,7 +301,10 @@ class Registry:
             [("HGETALL", self.keys.version(adapter_id)), ("EXISTS", self.keys.manifest(adapter_id))]
         )
         if record:
-            return msgspec.convert(record, VersionRecord, strict=False)
+            try:
+                return msgspec.convert(record, VersionRecord, strict=False)
+            except msgspec.ValidationError as error:
+                raise ControlError(f"record cannot be read: {error}", version=adapter_id) from error
         return VersionRecord(state="published") if known else None
 
     async def published(self, run: str) -> list[tuple[str, int]]:
@@ -368,4 +371,8 @@ class Registry:
 
 
 def _table(text: str | None) -> Table:
-    return Table() if text is None else msgspec.json.decode(text, type=Table)
+    """Without a table nobody can go on: unlike other records it is not left out."""
+    try:
+        return Table() if text is None else msgspec.json.decode(text, type=Table)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ControlError(f"table cannot be read: {error}", next_step="see what wrote it") from error

@@ -71,6 +71,23 @@ class Audit(Struct, frozen=True, kw_only=True):
     unused_modules: int = 0
 
 
+class _LoraConfig(Struct, frozen=True, kw_only=True):
+    max_loras: int | None = None
+    max_cpu_loras: int | None = None
+    max_lora_rank: int | None = None
+
+
+class _ParallelConfig(Struct, frozen=True, kw_only=True):
+    worker_extension_cls: str = ""
+
+
+class _ServerConfig(Struct, frozen=True, kw_only=True):
+    """What `/server_info` says, as far as it matters here."""
+
+    lora_config: _LoraConfig | None = None
+    parallel_config: _ParallelConfig | None = None
+
+
 class VllmClient:
     """Control calls to one server. EngineUnavailable when it does not answer, EngineRefused when it says no."""
 
@@ -177,22 +194,27 @@ class VllmClient:
         ]
         version = await self._json("GET", "/version")
         try:
-            info = (await self._json("GET", "/server_info", params={"config_format": "json"}))["vllm_config"]
+            info = (await self._json("GET", "/server_info", params={"config_format": "json"})).get("vllm_config")
         except EngineRefused as error:
             if error.status != 404:
                 raise
-            info = {}
-        lora = info.get("lora_config") or {}
+            info = None
+        try:
+            config = msgspec.convert(info or {}, _ServerConfig)
+        except msgspec.ValidationError as error:
+            raise EngineRefused(f"configuration cannot be read: {error}", status=200, engine=self.url) from error
+        lora = config.lora_config or _LoraConfig()
         return EngineFacts(
             base_model=base.id,
             root=base.root or "",
             max_model_len=base.max_model_len or 0,
             block_size=int(sizes[0]) if sizes and sizes[0].isdigit() else 0,
-            max_loras=lora.get("max_loras") or 0,
-            max_cpu_loras=lora.get("max_cpu_loras") or lora.get("max_loras") or 0,
-            max_lora_rank=lora.get("max_lora_rank") or 0,
-            version=version.get("version", ""),
-            audits=(info.get("parallel_config") or {}).get("worker_extension_cls") == WORKER_EXTENSION,
+            max_loras=lora.max_loras or 0,
+            max_cpu_loras=lora.max_cpu_loras or lora.max_loras or 0,
+            max_lora_rank=lora.max_lora_rank or 0,
+            version=str(version.get("version", "")),
+            audits=config.parallel_config is not None
+            and config.parallel_config.worker_extension_cls == WORKER_EXTENSION,
         )
 
     async def _cards(self) -> list[_Card]:

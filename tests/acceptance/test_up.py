@@ -48,7 +48,11 @@ class Fleet:
         self.directory = directory
         self.log = directory / "up.log"
         self.config = directory / "adaptersync.toml"
-        environment = {**os.environ, "UP_IN": str(directory)}  # inherited by everything it starts: see `family`
+        environment = {
+            **os.environ,
+            "UP_IN": str(directory),  # inherited by everything it starts: see `family`
+            "ADAPTERSYNC_REDIS__CONTROL_URL": "redis://127.0.0.1:1/0",  # of another fleet: not this one's
+        }
         command = [*CLI, "up", "--simulated", "--replicas", "2", "--router-port", "0", "--state-dir", str(directory)]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(command, stderr=output, stdout=output, env=environment)

@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rq import Callback, Queue
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
+from adaptersync.jobs.app import ListedJob
 from adaptersync.jobs.verify import verify
 from adaptersync.trainer import AdapterPublisher
 from adaptersync_core.config import Config, load_config
 from adaptersync_core.errors import ControlError
 from adaptersync_core.events import VersionVerified, from_fields
 from adaptersync_core.keys import Keys
-from adaptersync_core.queue import enqueue_verification, queue_name, verification_id
+from adaptersync_core.queue import VERIFY, enqueue_verification, queue_name, verification_id
 from adaptersync_core.redis import RedisClient, rq_connection
 from adaptersync_core.registry import Registry
 from support.adapters import make_adapter
@@ -155,6 +157,35 @@ def test_a_worker_does_the_job_and_can_be_asked_again(config: Config, version: s
         finally:
             worker.send_signal(signal.SIGTERM)
             assert worker.wait(20) == 0, (tmp_path / "worker.log").read_text()
+
+
+@pytest.mark.foreign_keys("rq keeps its own")
+def test_a_worker_runs_its_own_jobs_and_no_other_function(config: Config, version: str, tmp_path: Path) -> None:
+    with rq_connection(config.redis.control_url) as connection:
+        queue = Queue(queue_name(config.group.name), connection=connection, serializer=JSONSerializer)
+        foreign = queue.enqueue("os.mkdir", str(tmp_path / "made"), job_id="foreign")
+        ours = enqueue_verification(config, version)
+        worker = run_worker(config, log=tmp_path / "worker.log")
+        try:
+            wait_until_sync(lambda: (job := fetch(connection, ours)) and job.is_finished, timeout_s=30)
+            assert foreign.is_failed
+            result = foreign.latest_result()
+            assert result is not None
+            assert "not a job of ours" in str(result.exc_string)
+            assert not (tmp_path / "made").exists()
+        finally:
+            worker.send_signal(signal.SIGTERM)
+            assert worker.wait(20) == 0, (tmp_path / "worker.log").read_text()
+
+
+@pytest.mark.foreign_keys("rq keeps its own")
+def test_callbacks_of_a_job_are_not_called(config: Config) -> None:
+    with rq_connection(config.redis.control_url) as connection:
+        callback = Callback("os.getcwd")
+        job = ListedJob.create(
+            VERIFY, connection=connection, on_success=callback, on_failure=callback, on_stopped=callback
+        )
+        assert (job.success_callback, job.failure_callback, job.stopped_callback) == (None, None, None)
 
 
 @pytest.mark.foreign_keys("rq keeps its own")

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from adaptersync_core import config as settings
-from adaptersync_core.config import ENVIRONMENT, Config
+from adaptersync_core.config import Config, variable
 
 
 class Key(Struct, frozen=True, kw_only=True):
@@ -41,7 +41,7 @@ def keys(config: Config) -> Iterator[Key]:
                 default=defaults[section][field],
                 value=value,
                 meaning=meanings.get((kind, field), ""),
-                variable=f"{ENVIRONMENT}{section}__{field}".upper(),
+                variable=variable(f"{section}.{field}"),
             )
 
 

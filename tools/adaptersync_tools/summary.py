@@ -199,7 +199,9 @@ def judge(
             gain = reward.gain_errors if reward else 0.0
             found.append(f"reward rose by {gain:.1f} standard errors, less than {GAIN_ERRORS:g}")
     ratio = spread_of([step["ratio"] for step in steps if "ratio" in step])
-    if ratio is not None and not RATIO_RANGE[0] <= ratio.mean <= RATIO_RANGE[1]:
+    if ratio is None and steps and reward_function != "synthetic":
+        found.append("no step says its ratio")
+    elif ratio is not None and not RATIO_RANGE[0] <= ratio.mean <= RATIO_RANGE[1]:
         found.append(f"mean ratio {ratio.mean:.4f} is outside {RATIO_RANGE[0]} to {RATIO_RANGE[1]}")
     for fate in ("rolled_back", "voided"):
         if versions[fate]:

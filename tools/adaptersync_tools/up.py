@@ -26,7 +26,7 @@ from typing import Any, Self
 import orjson
 from msgspec import Struct
 
-from adaptersync_core.config import Config, load_config
+from adaptersync_core.config import Config, load_config, variable
 from adaptersync_core.errors import ConfigError, ControlError
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import rq_connection, translated
@@ -75,6 +75,7 @@ class Stack:
         self.config_path = self.state_dir / "adaptersync.toml"
         self.logs = self.state_dir / "logs"
         self.engine_urls: dict[str, str] = {}
+        self._environment: dict[str, str] = {}
         self._progress = progress or Progress()
         self._cleanup = contextlib.ExitStack()
 
@@ -100,7 +101,7 @@ class Stack:
         spec = Spec(
             name=name,
             command=python(module, *arguments),
-            environment={"ADAPTERSYNC_CONFIG": str(self.config_path), **(environment or {})},
+            environment={"ADAPTERSYNC_CONFIG": str(self.config_path), **self._environment, **(environment or {})},
             tier=CLIENT_TIER,
             restart=False,
         )
@@ -114,6 +115,8 @@ class Stack:
         for directory in (self.state_dir, self.state_dir / "store", self.state_dir / "staged", self.logs):
             directory.mkdir(parents=True, exist_ok=True)
         lock = self._lock()
+        if self.settings.router_port:
+            _require_free(self.settings.router_port)
         names = [f"replica-{number}" for number in range(self.settings.replicas)]
         ports = free_ports(3 + len(names))
         self.engine_urls = {name: f"http://{HOST}:{port}" for name, port in zip(names, ports[3:], strict=True)}
@@ -159,7 +162,9 @@ class Stack:
             **self.settings.overrides,
         }
         self.config_path.write_text(explain.to_toml(settings), encoding="utf-8")
-        return load_config(self.config_path, environment={})
+        # the caller's environment may speak of another fleet: what is set here must not be overruled by it
+        self._environment = {variable(name): str(value) for name, value in settings.items()}
+        return load_config(self.config_path, environment={**os.environ, **self._environment})
 
     def _engine_settings(self) -> EngineSettings:
         return EngineSettings(model=self.settings.model.absolute(), **self.settings.engine)
@@ -213,7 +218,8 @@ class Stack:
         environment: dict[str, str] | None = None,
     ) -> None:
         commanded = python("adaptersync_tools.cli", command, "--config", str(self.config_path), *arguments)
-        self.supervisor.start(Spec(name=name, command=commanded, environment=environment or {}, tier=tier))
+        settings = {**self._environment, **(environment or {})}
+        self.supervisor.start(Spec(name=name, command=commanded, environment=settings, tier=tier))
 
     def _members_ready(self) -> bool:
         with rq_connection(self.config.redis.control_url) as client:
@@ -246,6 +252,22 @@ def free_ports(count: int) -> list[int]:
         for listener in listeners:
             listener.bind((HOST, 0))
         return [listener.getsockname()[1] for listener in listeners]
+
+
+def _require_free(port: int) -> None:
+    """Routers of one fleet may share a port; one of another fleet would, unnoticed, be sent half of our requests."""
+    with socket.socket() as listener:
+        listener.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # only a listener counts, not what it left behind
+        try:
+            listener.bind((HOST, port))
+        except OSError as error:
+            raise StackFailed(
+                f"router cannot have its port: {error.strerror}",
+                next_step="stop what listens there, or choose another --router-port",
+                port=port,
+            ) from error
 
 
 def _pings(url: str) -> bool:

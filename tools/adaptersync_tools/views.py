@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
+from adaptersync.coordinator.membership import slots_of
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import Ack, Fleet, SeenReplica
 from adaptersync_core.table import Member, RunEntry
@@ -153,7 +154,7 @@ def _replicas(fleet: Fleet) -> Iterator[ReplicaView]:
             since_s=fleet.now - member.since if member else None,
             holds=len(set(accepted) & set(wanted)),
             wanted=len(wanted),
-            slots=seen.report.max_loras if seen else 0,
+            slots=slots_of(seen.report) if seen else 0,
             url=member.url if member else seen.report.url if seen else "",
             engine=seen.report.engine if seen else "",
             engine_epoch=epoch,

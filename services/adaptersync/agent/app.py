@@ -146,7 +146,8 @@ class Agent:
         if work.unload:
             await self._report()
         for name in await asyncio.to_thread(self._staging.staged):
-            if name not in table.versions and name not in self._busy and name not in self._loaded:
+            in_use = name in self._busy or name in self._loaded or name in self._engine.unsettled
+            if name not in table.versions and not in_use:
                 await asyncio.to_thread(self._staging.discard, name)
 
     def _done(self, name: str, task: asyncio.Task[None]) -> None:

@@ -21,6 +21,8 @@ class Engine:
     """The engine this agent stands beside. `epoch` names one life of its process; empty until it was first seen.
 
     `numbers` are its adapters' numbers by name, where our door tells them.
+    `unsettled` are loads that this life of the engine may still be at: nobody waited for their end, or none was heard
+    of. Their files must stay: an engine that misses one while it reads ends.
     """
 
     def __init__(self, client: VllmClient, stage_path: Path) -> None:
@@ -31,6 +33,7 @@ class Engine:
         self.facts: EngineFacts | None = None
         self.base: dict[str, tuple[int, ...]] = {}
         self.numbers: dict[str, int] = {}
+        self.unsettled: set[str] = set()
 
     async def observe(self, *, timeout_s: float) -> list[str]:
         """Check that the engine lives, learn of a restart, and list what it holds of ours."""
@@ -40,7 +43,14 @@ class Engine:
             self.facts = await self._client.facts()
             self.base = await asyncio.to_thread(base_shapes, Path(self.facts.root))
             self.epoch = epoch
-            log.info("engine %s began its life %s; base weights known: %d", self._client.url, epoch, len(self.base))
+            self.unsettled.clear()
+            log.info("engine %s began its life %s", self._client.url, epoch)
+            if not self.base:
+                log.warning("base weights are not on this host at %r: no shapes are checked", self.facts.root)
+            if not self.facts.max_loras:
+                log.warning(
+                    "engine does not say its LoRA limits (VLLM_SERVER_DEV_MODE=1): no ranks or slots are checked"
+                )
         return await self.loaded()
 
     async def loaded(self) -> list[str]:
@@ -54,9 +64,14 @@ class Engine:
             if self.epoch and before != self.epoch:
                 raise EngineUnavailable("engine restarted and was not looked at since", version=name)
             failure: EngineRefused | EngineUnavailable | None = None
+            self.unsettled.add(name)
             try:
                 await self._client.load(name, str(path), timeout_s=timeout_s)
-            except (EngineRefused, EngineUnavailable) as error:
+                self.unsettled.discard(name)
+            except EngineRefused as error:
+                self.unsettled.discard(name)
+                failure = error
+            except EngineUnavailable as error:
                 failure = error
             listed = (await self._client.adapters()).get(name)
             if isinstance(failure, EngineRefused) and failure.status >= 500:
@@ -69,10 +84,11 @@ class Engine:
                 raise EngineUnavailable("engine restarted while it loaded", version=name)
 
     async def unload(self, name: str) -> None:
-        """Have the engine forget the name and, where it lets us, free what it held: by itself it keeps that."""
+        """Have the engine forget a listed name (so its load has ended) and, where it lets us, free what it held."""
         async with self._changing:
             await self._life()
             await self._client.unload(name)
+            self.unsettled.discard(name)
             number = self.numbers.pop(name, None)
             if number is not None and self.facts is not None and self.facts.audits:
                 await self._client.drop(number)
@@ -89,7 +105,7 @@ class Engine:
 def base_shapes(root: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the base model's weights, from the headers of its files; empty when they are not on this host."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(root.glob("*.safetensors")) if root.is_dir() else ():
+    for path in sorted(root.glob("*.safetensors")) if root.is_absolute() else ():
         try:
             with path.open("rb") as file:
                 tensors, _ = read_header(file, size=path.stat().st_size, name=path.name)

@@ -16,7 +16,7 @@ from pathlib import Path
 from adaptersync_core.errors import AdapterInvalid, ArtifactCorrupt, NameInvalid, StoreError
 from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.lane import FastLane
-from adaptersync_core.manifest import Manifest, check_against_base, inspect
+from adaptersync_core.manifest import Manifest, check_against_base, content_digest, inspect
 from adaptersync_core.store import ArtifactStore, verify_files, write_verified
 
 FIRST_PAUSE_S = 0.05  # between looks at a mount that does not show a version yet; doubles up to LAST_PAUSE_S
@@ -42,6 +42,8 @@ class Staging:
         StoreError when the store does not show it in `timeout_s`, ArtifactCorrupt when it shows something else. A mount
         that shows too little at first (an upload on its way) is looked at again until then.
         """
+        if content_digest(manifest.files) != manifest.digest:
+            raise ArtifactCorrupt("version is named after other files than its manifest's", version=manifest.adapter_id)
         began = time.monotonic()
         pause = FIRST_PAUSE_S
         contents = (

@@ -86,8 +86,7 @@ def _missing(fleet: Fleet, config: Config, name: str, report: ReplicaReport) -> 
     """Why a replica may not be ready, or nothing."""
     if report.base_model != config.group.base_model:
         return f"serves base model {report.base_model}, the group serves {config.group.base_model}"
-    slots = slots_of(report)
-    needed = max((entry.max_staleness + 2 for entry in fleet.table.runs.values()), default=2)
+    slots, needed = slots_of(report), _slots_needed(fleet, config)
     if slots and slots < needed:
         return f"capacity: holds {slots} adapters, {needed} are needed; raise --max-loras and --max-cpu-loras"
     for version in served(fleet.table):
@@ -97,6 +96,16 @@ def _missing(fleet: Fleet, config: Config, name: str, report: ReplicaReport) -> 
         if not ack.accepted:
             return f"refused {version}: {ack.reason}"
     return ""
+
+
+def _slots_needed(fleet: Fleet, config: Config) -> int:
+    """What is served, and the widest window with its candidate as far as any replica could hold it.
+
+    A run that asks for more than the whole fleet has gets a shorter window; it does not keep replicas out.
+    """
+    widest = max((entry.max_staleness + 2 for entry in fleet.table.runs.values()), default=2)
+    best = max(slots_of(seen.report) for name, seen in fleet.replicas.items() if alive(fleet, config, name))
+    return max(2, len(served(fleet.table)), min(widest, best))
 
 
 def slots_of(report: ReplicaReport) -> int:

@@ -43,10 +43,13 @@ def take_up(fleet: Fleet, config: Config) -> Draft | None:
         newer = [manifest for manifest in fleet.published.get(run, ()) if manifest.seq > entry.considered]
         if not newer or table.candidate(run) is not None:
             continue
-        if slots and len(table.versions) >= slots:  # a load would evict something live
+        stale = newer[-1].epoch != entry.epoch  # then all are, and need no room to be passed over
+        if slots and len(table.versions) >= slots and not stale:  # a load would evict something live
             if any(version.state not in ROUTABLE for version in table.versions.values()):
                 continue  # what is on its way, in or out, makes room
-            return _refuse(fleet, run, newer, f"capacity: all {slots} adapters that replicas can hold are served")
+            return _make_room(fleet, run, newer[-1].adapter_id, slots) or _refuse(
+                fleet, run, newer, f"capacity: all {slots} adapters that replicas can hold are current versions of runs"
+            )
         draft = Draft(fleet)
         newest = newer[-1]
         draft.runs[run] = replace(entry, considered=newest.seq)
@@ -75,6 +78,22 @@ def take_up(fleet: Fleet, config: Config) -> Draft | None:
                 )
         return draft
     return None
+
+
+def _make_room(fleet: Fleet, run: str, newest: str, slots: int) -> Draft | None:
+    """Take the oldest version from the longest window, of equals from the run's own; None when all are down to one.
+
+    Otherwise runs that filled the slots together would keep each other, and themselves, from ever promoting again.
+    """
+    table = fleet.table
+    windows = {name: table.window(name) for name in table.runs}
+    longest = max(windows, key=lambda name: (len(windows[name]), name == run))
+    spare = [name for name in windows[longest] if name != table.runs[longest].current]
+    if not spare:
+        return None
+    draft = Draft(fleet)
+    draft.retire(spare[-1], f"capacity: {newest} needs one of the {slots} adapters that replicas can hold")
+    return draft
 
 
 def _refuse(fleet: Fleet, run: str, newer: list[Manifest], reason: str) -> Draft:
@@ -148,7 +167,9 @@ def _promote(fleet: Fleet, run: str, candidate: str, ready: list[str]) -> Draft:
     # the window: promotions of this epoch, the newest max_staleness beside the current one
     behind = [name for name in table.window(run) if table.versions[name].epoch == version.epoch]
     for name in table.window(run):
-        if name not in behind[: entry.max_staleness]:
+        if name not in behind:
+            draft.retire(name, f"of trainer epoch {table.versions[name].epoch}, which {version.epoch} replaced")
+        elif name not in behind[: entry.max_staleness]:
             draft.retire(name, f"beyond the window of {candidate}")
     return draft
 

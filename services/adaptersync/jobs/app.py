@@ -1,7 +1,8 @@
 """The worker: one queue, JSON jobs, a connection of its own.
 
-One queue, because rq takes jobs from several without noting which one it took; JSON, because rq's default would run
-whatever is in Redis. A job that lost its worker is found again within the maintenance interval.
+One queue, because rq takes jobs from several without noting which one it took; JSON and a list of jobs, because rq
+would run whatever is in Redis: code in its own format, and in any format every function it can import. A job that lost
+its worker is found again within the maintenance interval.
 """
 
 from __future__ import annotations
@@ -9,19 +10,45 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from typing import Any
 
 import msgspec
 from rq import Queue, Worker
+from rq.job import Job
 from rq.serializers import JSONSerializer
 
-from adaptersync_core.config import ENVIRONMENT, Config
-from adaptersync_core.queue import queue_name
+from adaptersync_core.config import Config, variable
+from adaptersync_core.errors import ControlError
+from adaptersync_core.queue import VERIFY, queue_name
 from adaptersync_core.redis import rq_connection, translated
 from adaptersync_core.telemetry import configure_logging
 
 MAINTENANCE_S = 60
+JOBS = frozenset({VERIFY})  # what a worker runs
 
 log = logging.getLogger(__name__)
+
+
+class ListedJob(Job):
+    """A job that is on the list; its callbacks, which name functions too, are never called."""
+
+    @property
+    def func(self) -> Any:
+        if self.instance is not None or self.func_name not in JOBS:
+            raise ControlError("not a job of ours", next_step="see who writes to the queue", job=self.func_name)
+        return super().func
+
+    @property
+    def success_callback(self) -> None:
+        return None
+
+    @property
+    def failure_callback(self) -> None:
+        return None
+
+    @property
+    def stopped_callback(self) -> None:
+        return None
 
 
 def run_worker(config: Config) -> None:
@@ -31,7 +58,7 @@ def run_worker(config: Config) -> None:
     # each job runs in a process of its own, which reads its settings like any other process of ours
     os.environ.update(environment(config))
     connection = rq_connection(config.redis.control_url)
-    queue = Queue(queue_name(config.group.name), connection=connection, serializer=JSONSerializer)
+    queue = Queue(queue_name(config.group.name), connection=connection, serializer=JSONSerializer, job_class=ListedJob)
     with translated(config.redis.control_url):
         connection.ping()  # rq would wait for ever, and without a word
         worker = Worker(
@@ -39,6 +66,7 @@ def run_worker(config: Config) -> None:
             name=f"adaptersync-{name}",
             connection=connection,
             serializer=JSONSerializer,
+            job_class=ListedJob,
             maintenance_interval=MAINTENANCE_S,
         )
         log.info("working on %s", queue.name)
@@ -48,7 +76,7 @@ def run_worker(config: Config) -> None:
 def environment(config: Config) -> dict[str, str]:
     """The settings as variables; they win over any file."""
     return {
-        f"{ENVIRONMENT}{section}__{key}".upper(): str(value)
+        variable(f"{section}.{key}"): str(value)
         for section, fields in msgspec.to_builtins(config).items()
         for key, value in fields.items()
     }

@@ -1,1 +1,1 @@
-"""One OpenAI-compatible address for a fleet: resolves names to versions, chooses replicas, keeps the ledger."""
+"""OpenAI's API in front of all replicas: resolves names to versions, chooses replicas, keeps the ledger."""

@@ -27,6 +27,7 @@ from adaptersync_core.config import Config
 from adaptersync_core.errors import ControlError, ControlUnavailable
 from adaptersync_core.keys import Keys
 from adaptersync_core.pipe import Pipe
+from adaptersync_core.records import RouterReport
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 
@@ -130,6 +131,9 @@ async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[
     app.router.add_route("*", "/{path:.*}", refuse_path)
 
     bell = Bell()
+    with contextlib.suppress(ControlError):
+        # before the table is read: from here on nothing in it is unloaded without our word
+        await registry.report_router(name, RouterReport(generation=0))
     await view.read()
     for pipe in (cache, rows):
         with contextlib.suppress(ControlUnavailable):

@@ -10,10 +10,7 @@ import asyncio
 import time
 from collections import OrderedDict
 
-import msgspec
-
 from adaptersync.router.resolve import FINAL, Fate, Wanted
-from adaptersync_core.errors import ControlError
 from adaptersync_core.registry import Registry
 
 KEPT = 4096  # names
@@ -61,10 +58,7 @@ class Fates:
         if wanted.seq:
             adapter_id = await self._registry.find_seq(wanted.run, wanted.seq) or ""
         if adapter_id:
-            try:
-                record = await self._registry.version(adapter_id)
-            except msgspec.MsgspecError as error:
-                raise ControlError(f"record cannot be read: {error}", version=adapter_id) from error
+            record = await self._registry.version(adapter_id)
             if record is None:
                 return Fate()
             return Fate(state=record.state, adapter_id=adapter_id, reason=record.reason)

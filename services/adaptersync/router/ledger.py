@@ -28,7 +28,8 @@ class Row(Struct, frozen=True, kw_only=True):
     """`version` is the adapter id (the base model's name for the base); times are seconds; None is not known.
 
     `outcome`: ok; refused (by us or by the replica, see `status`); upstream_error; client_gone; stopped (by us).
-    `first_byte_s` counts from sending to the replica. `started_at` is this host's wall clock.
+    `first_byte_s` counts from sending to the replica. `started_at` is this host's wall clock. `substituted` is the
+    name a relay was asked for where it asks for another version in its place.
     """
 
     request_id: str
@@ -54,6 +55,7 @@ class Row(Struct, frozen=True, kw_only=True):
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     generation: int = 0
+    substituted: str = ""
     reason: str = ""
 
 

@@ -37,6 +37,7 @@ from adaptersync.router.table import TableView
 from adaptersync.router.tokens import NOTHING, routing_tokens
 from adaptersync.router.upstream import answer_headers, payload, read_whole, request_headers
 from adaptersync.router.usage import NO_USAGE, TAIL_BYTES, Usage, read_usage
+from adaptersync_core import headers
 from adaptersync_core.blocks import block_hashes
 from adaptersync_core.config import RouterSection
 from adaptersync_core.errors import Unroutable
@@ -45,6 +46,7 @@ ATTEMPTS = 3  # replicas asked for one request
 WHOLE_BYTES = 256 << 10  # answers up to this size, where known, are read before the first byte is passed on
 FAILED = frozenset({500, 502, 503, 504})  # statuses another replica may do better than
 CLIENT_GONE = 499
+NAME_CHARS = 128  # of a name that a client gave are kept
 
 
 class Asked(Struct, frozen=True):
@@ -73,12 +75,14 @@ class _Call:
         "started",
         "started_at",
         "status",
+        "substituted",
         "target",
         "usage",
     )
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, substituted: str) -> None:
         self.request_id = request_id
+        self.substituted = substituted[:NAME_CHARS]
         self.started = time.monotonic()
         self.started_at = time.time()
         self.asked = ""
@@ -96,12 +100,12 @@ class _Call:
         self.reason = ""
 
     def headers(self) -> dict[str, str]:
-        headers = {"x-adaptersync-request-id": self.request_id}
+        ours = {headers.REQUEST_ID: self.request_id}
         if self.target is not None and self.target.model:
-            headers["x-adaptersync-version"] = self.target.model
+            ours[headers.VERSION] = self.target.model
         if self.choice is not None:
-            headers["x-adaptersync-replica"] = self.choice.replica
-        return headers
+            ours[headers.REPLICA] = self.choice.replica
+        return ours
 
 
 class _Elsewhere(Exception):
@@ -154,7 +158,7 @@ class Proxy:
 
     async def _handle(self, request: web.Request, *, generates: bool) -> web.StreamResponse:
         self._count += 1
-        call = _Call(f"{self._prefix}-{self._count:x}")
+        call = _Call(f"{self._prefix}-{self._count:x}", request.headers.get(headers.SUBSTITUTED, ""))
         try:
             return await self._serve(request, call, generates=generates)
         except Unroutable as error:
@@ -174,7 +178,7 @@ class Proxy:
     async def _serve(self, request: web.Request, call: _Call, *, generates: bool) -> web.StreamResponse:
         body, asked = await self._read(request)
         if asked.model:
-            call.asked = asked.model[:128]
+            call.asked = asked.model[:NAME_CHARS]
             target = await self._admission.admit(asked.model)
             call.hold_s = time.monotonic() - call.started
         elif generates:
@@ -212,7 +216,7 @@ class Proxy:
             return body, self._decoder.decode(body)
         except web.HTTPRequestEntityTooLarge as error:
             raise Unroutable("request body is too large", status=413, limit_bytes=limit) from error
-        except (msgspec.DecodeError, web.RequestPayloadError) as error:
+        except (msgspec.DecodeError, web.RequestPayloadError, RecursionError) as error:
             raise Unroutable(f"request body is not what it should be: {error}", status=400) from error
 
     def _hashes(self, target: Target, asked: Asked) -> list[str]:
@@ -224,7 +228,7 @@ class Proxy:
         self, request: web.Request, call: _Call, target: Target, body: bytes, hashes: Sequence[str]
     ) -> web.StreamResponse:
         """Try replicas until one answers, or nobody is left."""
-        headers = request_headers(request, call.request_id)
+        sent = request_headers(request, call.request_id)
         turn = int(hashes[-1][:7], 16) if hashes else self._count
         tried: set[str] = set()
         failure: _Elsewhere | None = None
@@ -242,7 +246,7 @@ class Proxy:
                 call.route_s = (call.route_s or 0.0) + time.monotonic() - now
                 self._metrics.routed.labels(choice.outcome, choice.replica).inc()
                 last = left == 0 or len(candidates) == 1
-                return await self._send(request, call, target, choice.replica, body, headers, last=last)
+                return await self._send(request, call, target, choice.replica, body, sent, last=last)
             except _Elsewhere as error:
                 failure = error
             finally:
@@ -261,7 +265,7 @@ class Proxy:
         target: Target,
         replica: str,
         body: bytes,
-        headers: LooseHeaders,
+        sent: LooseHeaders,
         *,
         last: bool,
     ) -> web.StreamResponse:
@@ -270,12 +274,12 @@ class Proxy:
         if member is None:
             raise _Elsewhere("gone", "replica left while it was chosen")
         call.engine_epoch = member.engine_epoch
-        sent = time.monotonic()
+        sent_at = time.monotonic()
         try:
             async with self._session.post(
-                member.url.rstrip("/") + request.path_qs, data=payload(body), headers=headers
+                member.url.rstrip("/") + request.path_qs, data=payload(body), headers=sent
             ) as answer:
-                call.first_byte_s = time.monotonic() - sent
+                call.first_byte_s = time.monotonic() - sent_at
                 call.status = answer.status
                 self._outages.reached(replica)
                 if answer.status in FAILED and not last:
@@ -371,6 +375,7 @@ class Proxy:
                 completion_tokens=usage.completion_tokens,
                 cached_tokens=usage.cached_tokens,
                 generation=call.generation,
+                substituted=call.substituted,
                 reason=call.reason,
             )
         )

@@ -67,7 +67,7 @@ class Status:
         self._model_len: dict[str, int] = {}  # by engine epoch: what the replicas of the present table say
 
     async def health(self, request: web.Request) -> web.Response:
-        """200 when at least `min_ready` replicas serve; the body says why, replica by replica."""
+        """200 while no fewer than `min_ready` replicas can be sent to, else 503; the body says why for each."""
         view, table, now = self._view, self._view.table, time.monotonic()
         try:
             view.serving()

@@ -10,8 +10,6 @@ import asyncio
 import logging
 import time
 
-import msgspec
-
 from adaptersync_core.bus import Bell
 from adaptersync_core.errors import ControlError, Unroutable
 from adaptersync_core.registry import Registry
@@ -74,7 +72,7 @@ class TableView:
         """One read. An absent table is a control server that lost it: the last one known stays."""
         try:
             table = await self._registry.table()
-        except (ControlError, msgspec.MsgspecError) as error:
+        except ControlError as error:
             if self.reachable or self._read_at is None:
                 log.warning("table cannot be read, serving the last one: %s", error)
             self.reachable = False

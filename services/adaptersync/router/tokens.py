@@ -21,6 +21,13 @@ _UNIT = 4  # bytes of text in one number
 
 def routing_tokens(prompt: Raw, messages: Raw, *, limit: int) -> Sequence[int]:
     """At most `limit` numbers (each 0 to 2**32 - 1) that stand for the beginning of the prompt."""
+    try:
+        return _tokens(prompt, messages, limit)
+    except (msgspec.DecodeError, orjson.JSONEncodeError, RecursionError):  # numbers without bounds, depths without end
+        return ()
+
+
+def _tokens(prompt: Raw, messages: Raw, limit: int) -> Sequence[int]:
     if messages != NOTHING:
         # one form for equal conversations; without the closing bracket, a longer one begins like a shorter one
         canonical = orjson.dumps(msgspec.json.decode(messages), option=orjson.OPT_SORT_KEYS)

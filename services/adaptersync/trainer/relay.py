@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,15 @@ from msgspec import Struct
 
 from adaptersync.trainer.publisher import AdapterPublisher
 from adaptersync_core.config import Config
-from adaptersync_core.errors import AdapterInvalid, AdapterSyncError, ConfigError, EngineUnavailable, PublicationFailed
+from adaptersync_core.errors import (
+    AdapterInvalid,
+    AdapterSyncError,
+    ConfigError,
+    ControlError,
+    EngineUnavailable,
+    PublicationFailed,
+)
+from adaptersync_core.headers import REPLICA, REQUEST_ID, SUBSTITUTED, VERSION
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.manifest import FILES, content_digest, hash_file
@@ -31,9 +40,9 @@ from adaptersync_core.registry import Registry
 from adaptersync_core.telemetry import configure_logging
 
 ALIASES = 256  # names kept; TRL asks for none older than its staleness window
+TRL_NAME = re.compile(r"trl-policy-v[0-9]+")  # what TRL calls the adapters it has a server load
 BODY_LIMIT = 16 << 20  # bytes of one request
-SUBSTITUTED = "x-adaptersync-substituted"  # tells the router's ledger which name was asked for
-PASSED_ON = ("content-type", "x-adaptersync-version", "x-adaptersync-replica", "retry-after")
+PASSED_ON = ("content-type", "retry-after", REQUEST_ID, VERSION, REPLICA)  # of an answer's headers
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +120,7 @@ class Relay:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=self._config.router.max_inflight),
             timeout=aiohttp.ClientTimeout(total=self._config.router.request_timeout_s),
-            auto_decompress=False,
+            skip_auto_headers=("Accept-Encoding",),  # what is passed on says nothing of an encoding
         )
         await self._begin()
         yield
@@ -205,15 +214,20 @@ class Relay:
         except (orjson.JSONDecodeError, KeyError, TypeError) as error:
             raise AdapterInvalid("request names no model") from error
         alias = self._aliases.get(name)
-        if alias is None:
+        if alias is None and not (isinstance(name, str) and TRL_NAME.fullmatch(name)):
             return await self._forward(request, body, {})
-        target = await self._living(alias.version)
-        asked["model"] = target
-        marks = {SUBSTITUTED: name} if alias.substituted or target != alias.version else {}
+        version = alias.version if alias else name  # a name of before this relay started stands for nobody knows what
+        asked["model"] = target = await self._living(version)
+        marks = {SUBSTITUTED: name} if target != version or (alias and alias.substituted) else {}
         return await self._forward(request, orjson.dumps(asked), marks)
 
     async def _living(self, version: str) -> str:
-        table = await self._registry.table()
+        """`version` while it is served, else the oldest that still is. Without Redis the router may know better."""
+        try:
+            table = await self._registry.table()
+        except ControlError as error:
+            log.warning("asks for %s, since the table cannot be read: %s", version, error)
+            return version
         entry = table.versions.get(version)
         if entry is not None and table.routable(version):
             return version
@@ -226,20 +240,25 @@ class Relay:
     async def _forward(self, request: web.Request, body: bytes, headers: dict[str, str]) -> web.StreamResponse:
         url = self._config.relay.router_url.rstrip("/") + request.path
         sent = {"content-type": request.content_type, **headers}
+        response: web.StreamResponse | None = None
         try:
             async with self._session.request(request.method, url, data=body or None, headers=sent) as answer:
                 passed = {name: answer.headers[name] for name in PASSED_ON if name in answer.headers}
-                response = web.StreamResponse(status=answer.status, headers=passed)
+                response = web.StreamResponse(status=answer.status, headers={**passed, **headers})
                 response.content_length = answer.content_length
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():
                     await response.write(chunk)
                 await response.write_eof()
-                return response
-        except (aiohttp.ClientConnectionError, TimeoutError) as error:
-            raise EngineUnavailable(
-                f"router does not answer: {error}", next_step="check relay.router_url", url=url
-            ) from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            if response is None:
+                raise EngineUnavailable(
+                    f"router does not answer: {error}", next_step="check relay.router_url", url=url
+                ) from error
+            log.warning("an answer of %s broke off: %s", url, error)
+            if request.transport is not None:  # TRL must not take what it has for all of it
+                request.transport.close()
+        return response
 
 
 def _digest(directory: Path) -> str:

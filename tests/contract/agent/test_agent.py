@@ -267,14 +267,23 @@ async def test_files_stay_as_long_as_the_engine_may_read_them(bench: Bench, monk
 
 
 async def test_work_on_what_is_no_longer_wanted_is_given_up(bench: Bench) -> None:
+    """The engine goes on with a load that nobody waits for: its files stay until it is known to have ended."""
     bench.engine.post("/simulator/faults", {"delay_load_s": 1.0})
     slow, other = await bench.publish(), await bench.publish()
+    before = _loads(bench)
     await bench.want(slow)
-    await wait_until(lambda: (bench.staged / slow).is_dir())
+    await wait_until(lambda: _loads(bench) == before + 1)
     await bench.want(other)
+    staged = bench.staged / slow
+
+    async def listed() -> bool:
+        there = staged.is_dir()
+        return slow in bench.listed() and there
+
+    await wait_until(listed, timeout_s=10, what="the load found its files")
     assert (await bench.ack(other)).accepted
     await wait_until(lambda: bench.listed() == {other}, timeout_s=10)
-    await wait_until(lambda: not (bench.staged / slow).exists())
+    await wait_until(lambda: not staged.exists())
     assert set(await bench.registry.acks("r1")) == {other}
 
 

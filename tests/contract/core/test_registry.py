@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from adaptersync_core.errors import ControlError
 from adaptersync_core.records import Ack, Decision, ReplicaReport, Request
 from adaptersync_core.registry import PUBLICATIONS_AT_ONCE, Registry
 from adaptersync_core.table import RunEntry, Table
@@ -85,6 +86,19 @@ async def test_what_cannot_be_read_is_left_out_and_does_not_stop_the_rest(
     assert await registry.manifest("run-v1-0123456789ab") is None
     for name in ("run-v1-0123456789ab", "r2", "g1", "other", "q"):
         assert f"record of {name} is left out" in caplog.text
+
+
+async def test_a_table_or_a_fate_that_cannot_be_read_is_an_error_of_ours(registry: Registry) -> None:
+    """Loops go on after those; nothing could be decided or served from half a table."""
+    await registry.client.command("SET", registry.keys.table, '{"generation": "many"}')
+    with pytest.raises(ControlError, match="table cannot be read"):
+        await registry.table()
+    with pytest.raises(ControlError, match="table cannot be read"):
+        await registry.fleet()
+    await registry.client.command("HSET", registry.keys.version("run-v1-0123456789ab"), "state", "x", "at", "noon")
+    await registry.client.command("EXPIRE", registry.keys.version("run-v1-0123456789ab"), 60)
+    with pytest.raises(ControlError, match="record cannot be read"):
+        await registry.version("run-v1-0123456789ab")
 
 
 async def test_a_field_of_a_later_release_is_ignored(registry: Registry) -> None:

@@ -34,6 +34,17 @@ async def test_a_row_says_what_served_it(fleet: Fleet) -> None:
         assert 0 <= phases["hold_s"] + phases["route_s"] + phases["first_byte_s"] <= phases["total_s"]
 
 
+async def test_a_row_says_which_name_a_relay_was_asked_for(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        body = {"model": V1, "prompt": [1]}
+        await fleet.post("/v1/completions", body, headers={"x-adaptersync-substituted": "trl-policy-v2"})
+        await fleet.complete(V1)
+        marked, plain = await fleet.rows(2)
+        assert (marked["version"], marked["substituted"]) == (V1, "trl-policy-v2")
+        assert "substituted" not in plain
+
+
 async def test_each_request_leaves_one_row(fleet: Fleet) -> None:
     await fleet.tables.record(V2, "retired")
     await fleet.tables.write({V1: "current"}, fleet.urls)

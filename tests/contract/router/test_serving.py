@@ -151,8 +151,21 @@ async def test_a_body_over_the_limit_is_refused(fleet: Fleet) -> None:
         assert [row["status"] for row in await fleet.rows(2)] == ["413", "413"]
 
 
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
 @pytest.mark.parametrize(
-    "body", [b"not json", b"[1]", b"{}", b'{"model": 7}', b'{"model": ""}', b'{"prompt": [1]}', b'{"model": "base", ']
+    "body",
+    [
+        b"not json",
+        b"[1]",
+        b"{}",
+        b'{"model": 7}',
+        b'{"model": ""}',
+        b'{"prompt": [1]}',
+        b'{"model": "base", ',
+        pytest.param(b'{"model": "base", "prompt": ' + DEEP + b"}", id="deep"),
+    ],
 )
 async def test_a_body_that_cannot_be_routed_is_refused(fleet: Fleet, body: bytes) -> None:
     await fleet.tables.write({V1: "current"}, fleet.urls)

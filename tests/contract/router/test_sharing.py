@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 from collections import Counter
 
+import pytest
+
 from adaptersync.router.ownership import Ownership
+from adaptersync.router.table import TableView
 from adaptersync_core.keys import Keys
 from adaptersync_core.pipe import Pipe
 from support.router_fleet import V1, V2, Fleet
@@ -189,6 +192,21 @@ async def test_the_coordinator_hears_the_generation_and_what_is_in_flight(fleet:
             replica.gate.set()
         assert (await waiting).headers["x-adaptersync-version"] == V1  # it keeps the version it was admitted with
         await wait_until(lambda: reported({}))
+
+
+async def test_a_router_is_known_before_it_reads_the_table(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the coordinator, which counts nobody, could unload what the router is about to serve from."""
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    known = []
+    read = TableView.read
+
+    async def looked(self: TableView) -> None:
+        known.append(await _known(fleet))
+        await read(self)
+
+    monkeypatch.setattr(TableView, "read", looked)
+    async with fleet.router():
+        assert known[0]
 
 
 async def _known(fleet: Fleet) -> bool:

@@ -55,6 +55,13 @@ async def test_a_version_is_staged_and_how_long_it_took_is_said(tmp_path: Path, 
     assert all(0 <= spent < 5 for spent in phases.values())
 
 
+async def test_a_manifest_whose_name_stands_for_other_files_is_refused_at_once(tmp_path: Path, root: Path) -> None:
+    manifest = stored(ArtifactStore(root), tmp_path)
+    forged = replace(manifest, digest="0" * 64)
+    with pytest.raises(ArtifactCorrupt, match="named after other files"):
+        await staging_of(tmp_path, root).bring(forged, timeout_s=60)
+
+
 async def test_a_staged_version_is_not_fetched_again(tmp_path: Path, root: Path) -> None:
     manifest = stored(ArtifactStore(root), tmp_path)
     view = LaggingView(root)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from adaptersync_core.events import RequestRefused, VersionVoided
+from adaptersync_core.events import RequestRefused, VersionRetiring, VersionVoided
 from support.stories import V, after, fate, members, ready, states
-from support.world import World, apply, coordinate, new_world, settle
+from support.world import World, apply, coordinate, name_of, new_world, settle
 
 # the way out
 
@@ -137,9 +137,25 @@ def test_requests_are_answered_one_by_one() -> None:
 
 
 def test_a_replica_with_too_few_slots_never_becomes_ready() -> None:
-    world = settle(new_world(replicas=1, max_staleness=2, slots=3))
-    assert members(world) == {"r1": "joining"}
+    """Others have enough: it would shorten the windows of all."""
+    world = new_world(replicas=2, max_staleness=2, slots=4)
+    small = replace(world.replicas["r1"], slots=3)
+    world = settle(after(replace(world, replicas=world.replicas | {"r1": small}), "report"))
+    assert members(world) == {"r1": "joining", "r2": "ready"}
     assert world.table.members["r1"].reason.startswith("capacity: holds 3 adapters, 4 are needed")
+
+
+def test_an_engine_that_holds_one_adapter_could_never_change_it() -> None:
+    world = settle(new_world(replicas=1, max_staleness=0, slots=1))
+    assert world.table.members["r1"].reason.startswith("capacity: holds 1 adapters, 2 are needed")
+
+
+def test_a_run_that_wants_more_than_the_fleet_has_keeps_no_replica_out() -> None:
+    world = after(ready(max_staleness=2, slots=4), "begin run1 20", *["publish run1", "settle"] * 5)
+    world = after(world, "restart r1", "restart r2", "settle")
+    assert members(world) == {"r1": "ready", "r2": "ready"}
+    world = after(world, "publish run1", "settle")
+    assert world.table.window("run1") == [V[6], V[5], V[4], V[3]]
 
 
 def test_a_load_waits_for_room() -> None:
@@ -161,11 +177,35 @@ def test_a_version_that_was_given_up_takes_room_until_it_is_unloaded() -> None:
     assert states(world)[V[5]] == "staging"
 
 
-def test_what_will_never_have_room_is_refused_with_the_reason() -> None:
+def test_a_run_that_fills_the_slots_gives_up_its_oldest_version() -> None:
     world = ready(max_staleness=1, slots=3)
     world = after(world, "begin run1 5", *["publish run1", "settle"] * 4)
-    assert world.table.window("run1") == [V[3], V[2], V[1]]
-    assert fate(world, V[4]) == ("rolled_back", "capacity: all 3 adapters that replicas can hold are served")
+    assert world.table.window("run1") == [V[4], V[3], V[2]]
+    assert fate(world, V[1])[0] == "retired"
+    told = [event.reason for event in world.events if isinstance(event, VersionRetiring)]
+    assert told == [f"capacity: {V[4]} needs one of the 3 adapters that replicas can hold"]
+
+
+def test_the_longest_window_makes_room_for_another_run() -> None:
+    """Three runs with windows of three in six slots: nobody is shut out, and nobody's current version goes."""
+    world = ready(runs=3, max_staleness=2, slots=6)
+    world = after(world, *["publish run1", "settle"] * 3, *["publish run2", "settle"] * 3)
+    world = after(world, *["publish run3", "settle"] * 2)
+    assert [len(world.table.window(run)) for run in ("run1", "run2", "run3")] == [2, 2, 2]
+    for run in ("run1", "run2", "run3", "run1"):
+        world = after(world, f"publish {run}", "settle")
+        assert world.table.runs[run].current == world.published[run][-1].adapter_id
+        assert [len(world.table.window(run)) for run in ("run1", "run2", "run3")] == [2, 2, 2]
+
+
+def test_what_will_never_have_room_is_refused_with_the_reason() -> None:
+    world = ready(runs=4, max_staleness=1, slots=3)
+    world = after(world, *(word for run in range(1, 5) for word in (f"publish run{run}", "settle")))
+    reason = "capacity: all 3 adapters that replicas can hold are current versions of runs"
+    assert fate(world, name_of("run4", 1)) == ("rolled_back", reason)
+    assert [world.table.runs[f"run{run}"].current for run in (1, 2, 3)] == [
+        name_of(f"run{run}", 1) for run in (1, 2, 3)
+    ]
 
 
 def test_one_that_does_not_say_its_slots_does_not_hide_the_limit_of_another() -> None:
@@ -173,4 +213,4 @@ def test_one_that_does_not_say_its_slots_does_not_hide_the_limit_of_another() ->
     blind = replace(world.replicas["r1"], slots=0)
     world = after(replace(world, replicas=world.replicas | {"r1": blind}), "report", "begin run1 5")
     world = after(world, *["publish run1", "settle"] * 4)
-    assert fate(world, V[4])[0] == "rolled_back"
+    assert world.table.window("run1") == [V[4], V[3], V[2]]

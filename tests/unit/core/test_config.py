@@ -23,6 +23,8 @@ def another(key: str, value: Any) -> tuple[Any, Any]:
     """Two other values of the same type that are allowed."""
     if isinstance(value, bool):
         return not value, value
+    if key == "table_max_age_s":  # has the largest value it may have
+        return value - 1, value - 2
     if isinstance(value, int | float):
         return value + 1, value + 2
     if key == "path" or key.endswith("_path"):
@@ -62,7 +64,13 @@ def test_the_file_named_by_hand_wins_over_the_one_in_the_environment(tmp_path: P
 
 
 def test_foreign_variables_are_left_alone() -> None:
-    foreign = {"ADAPTERSYNC_VENV": "/x", "ADAPTERSYNC_CONFIG": "", "PATH": "/bin", "ROUTER__PORT": "1"}
+    foreign = {
+        "ADAPTERSYNC_VENV": "/x",
+        "ADAPTERSYNC_REDIS_BINARY": "/y",
+        "ADAPTERSYNC_CONFIG": "",
+        "PATH": "/bin",
+        "ROUTER__PORT": "1",
+    }
     assert load_config(environment=foreign) == Config()
 
 
@@ -78,6 +86,7 @@ def test_foreign_variables_are_left_alone() -> None:
         ("[router]\nhold_s = nan\n", "router.hold_s"),
         ("[router]\nhold_s = inf\n", "router.hold_s"),
         ("[router]\nspill = -1\n", "router.spill"),
+        ("[router]\ntable_max_age_s = 60.1\n", "router.table_max_age_s"),
         ("[coordinator]\nmin_ready = 0\n", "coordinator.min_ready"),
         ("[agent]\nstage_path = 'relative'\n", "agent.stage_path"),
         ("[store]\npath = 'relative'\n", "store.path"),
@@ -108,6 +117,7 @@ def test_a_wrong_setting_is_named(text: str, named: str, tmp_path: Path) -> None
         ("ADAPTERSYNC_ROUTER__HOLD_S", "nan", "router.hold_s"),
         ("ADAPTERSYNC_ROUTER__PROT", "1", "prot"),
         ("ADAPTERSYNC_NOWHERE__X", "1", "nowhere"),
+        ("ADAPTERSYNC_ROUTER_PORT", "1", "call it ADAPTERSYNC_ROUTER__PORT"),
     ],
 )
 def test_a_wrong_variable_is_named(variable: str, value: str, named: str) -> None:

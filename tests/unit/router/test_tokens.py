@@ -53,6 +53,18 @@ def test_a_conversation_begins_like_its_continuation() -> None:
     assert of_chat([{"content": "be brief", "role": "system"}, first[1]]) == one
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [b'[{"content": 1e999}]', b'[{"content": %d}]' % 10**30, b"[" * 300 + b"]" * 300, b"[" * 5000 + b"]" * 5000],
+)
+def test_what_no_number_or_no_stack_can_hold_gives_nothing(messages: bytes) -> None:
+    assert routing_tokens(NOTHING, msgspec.Raw(messages), limit=100) == ()
+    assert (
+        routing_tokens(msgspec.Raw(messages.replace(b'{"content": ', b"[").replace(b"}", b"]")), NOTHING, limit=100)
+        == ()
+    )
+
+
 def test_chat_and_prompt_do_not_meet() -> None:
     assert of_chat([]) == []
     assert of_chat({"not": "a list"}) != of_prompt("x")

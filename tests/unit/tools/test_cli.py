@@ -74,3 +74,13 @@ def test_help_teaches(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_read_has_json() -> None:
     for name in ("status", "versions", "events", "config", "verify", "publish"):
         assert "as_json" in {parameter.name for parameter in adaptersync.commands[name].params}
+
+
+def test_a_table_of_settings_shows_no_password(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ADAPTERSYNC_REDIS__CONTROL_URL", "redis://user:s3cret@there:6379/0")
+    assert main(["config", "--explain"]) == 0
+    shown = capsys.readouterr().out
+    assert "redis://***@there:6379/0" in shown
+    assert "s3cret" not in shown

@@ -41,6 +41,7 @@ def test_a_sound_run_has_no_objection() -> None:
         ({"wanted_steps": 30}, "only 20 of 30 steps"),
         ({"steps": [{**step, "reward": step["step"] % 2} for step in RISING]}, "reward rose by 0.0 standard errors"),
         ({"steps": [{**step, "ratio": 1.05} for step in RISING]}, "mean ratio 1.05"),
+        ({"steps": [{"step": step["step"], "reward": step["reward"]} for step in RISING]}, "no step says its ratio"),
         ({"versions": {**PUBLISHED, "rolled_back": 1, "superseded": 0}}, "1 versions were rolled back"),
         ({"versions": {**PUBLISHED, "promoted": 1}}, "1 published versions have no outcome"),
         ({"rollouts": summary.rollouts_of([ROW, REFUSED])}, "1 rollouts failed"),

@@ -65,6 +65,7 @@ def test_a_whole_fleet_is_healthy() -> None:
     ]
     assert (view.runs[0].current, view.runs[0].replicas, view.runs[0].ready) == (V1, 2, 2)
     assert (view.routers[0].behind, view.routers[0].inflight) == (1, 3)
+    assert [replica.slots for replica in view.replicas] == [8, 8]  # as the coordinator counts them
 
 
 def test_every_problem_is_named() -> None:

@@ -65,13 +65,19 @@ def publish(
 @click.command()
 @click.argument("run")
 @config_option
-@click.option("--to", "version", default="", help="A retained version to go back to.  [default: the one before]")
+@click.option(
+    "--to",
+    "version",
+    default="",
+    help="The version to go back to, or the one on its way in that shall not be served.  [default: the one before]",
+)
 @click.option("--reason", required=True, help="Why; it is written into the record of the voided version.")
 @timeout_option(30.0)
 def rollback(run: str, config_path: Path | None, version: str, reason: str, timeout_s: float) -> None:
     """Void the current version and serve an earlier one.
 
-    Requests in flight on the voided version finish; no new ones are admitted to it.
+    Requests in flight on the voided version finish; no new ones are admitted to it. A version that is on its way in,
+    named with --to, is given up instead, and nothing else changes.
 
     \b
     Example:
@@ -80,21 +86,20 @@ def rollback(run: str, config_path: Path | None, version: str, reason: str, time
     if version:
         parse_adapter_id(version)
 
-    async def ask(registry: Registry) -> tuple[str, str]:
+    async def ask(registry: Registry) -> Text:
         table = await registry.table()
         if run not in table.runs:
             raise NameInvalid("no such run", next_step=f"known runs: {', '.join(table.runs) or 'none'}", run=run)
         newest = await registry.client.command("XREVRANGE", registry.keys.events, "+", "-", "COUNT", 1)
         after = newest[0][0] if newest else "0"
         request = await registry.request(Request(kind="rollback", run=run, version=version, reason=reason))
-        return await _answer(registry, after=after, run=run, request=request)
+        return await answer(registry, after=after, run=run, version=version, request=request)
 
-    voided, current = visit(settings(config_path), ask, timeout_s=timeout_s)
-    console().print(Text.assemble("voided ", (voided, "bold"), "; ", (current, "bold green"), " is current"))
+    console().print(visit(settings(config_path), ask, timeout_s=timeout_s))
 
 
-async def _answer(registry: Registry, *, after: str, run: str, request: str) -> tuple[str, str]:
-    """(voided, current) once the coordinator did it; ControlError when it refused."""
+async def answer(registry: Registry, *, after: str, run: str, version: str, request: str) -> Text:
+    """What the coordinator did about a rollback, once it did; ControlError when it refused."""
     while True:
         for entry_id, fields in await registry.client.read_stream(registry.keys.events, after, count=PAGE):
             after = entry_id
@@ -102,7 +107,12 @@ async def _answer(registry: Registry, *, after: str, run: str, request: str) -> 
             if kind == "request.refused" and fields.get("request") == request:
                 raise ControlError(f"coordinator refused: {fields.get('reason', '')}", run=run)
             if kind == "version.voided" and parse_adapter_id(fields["version"]).run == run:
-                return fields["version"], fields.get("current", "")
+                current = fields.get("current", "")
+                return Text.assemble(
+                    "voided ", (fields["version"], "bold"), "; ", (current, "bold green"), " is current"
+                )
+            if kind == "version.rolled_back" and fields["version"] == version:
+                return Text.assemble("gave up ", (version, "bold"))
         await asyncio.sleep(LOOK_S)
 
 

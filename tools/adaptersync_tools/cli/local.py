@@ -12,6 +12,7 @@ import click
 from rich.text import Text
 
 from adaptersync_core.errors import ConfigError
+from adaptersync_core.keys import Keys
 from adaptersync_tools.output import Narrator, console
 from adaptersync_tools.up import Stack, StackSettings
 
@@ -72,6 +73,8 @@ def _introduce(stack: Stack) -> None:
     out = console(stderr=True)
     out.print(Text.assemble("\nrouter      ", (stack.router_url, "bold green")))
     out.print(Text.assemble("settings    ", (f"export ADAPTERSYNC_CONFIG={stack.config_path}", "bold")))
+    events = f"redis-cli -u {stack.config.redis.control_url} XRANGE '{Keys(stack.config.group.name).events}' - +"
+    out.print(Text.assemble("events      ", events), soft_wrap=True)
     out.print(f"logs        {stack.logs}")
     out.print(Text("look        adaptersync status · versions · events --follow", "dim"))
     out.print(Text("stop        Ctrl-C", "dim"), end="\n\n")

@@ -276,7 +276,7 @@ def show_config(config_path: Path | None, as_json: bool, explained: bool) -> Non
         print_json(found if explained else {key.name: key.value for key in found})
     elif explained:
         rows = [
-            (key.name, key.default, Text(str(key.value), "bold") if key.value != key.default else "", key.meaning)
+            (key.name, key.default, Text(_shown(key.value), "bold") if key.value != key.default else "", key.meaning)
             for key in found
         ]
         out = console()
@@ -284,6 +284,11 @@ def show_config(config_path: Path | None, as_json: bool, explained: bool) -> Non
         out.print(Text(f"In the environment {found[0].name} is {found[0].variable}, and so on.", "dim"))
     else:
         click.echo(explain.to_toml({key.name: key.value for key in found}), nl=False)
+
+
+def _shown(value: object) -> str:
+    """Without the password of an address: a table is looked at, and shown to others."""
+    return re.sub(r"//[^/@]*@", "//***@", str(value))
 
 
 COMMANDS = (status, versions, events, show_config)

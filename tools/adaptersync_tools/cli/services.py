@@ -49,7 +49,7 @@ def coordinator(config_path: Path | None, name: str | None) -> None:
 @click.option("--host", help="Address to listen on.")
 @click.option("--port", type=int, help="Port to listen on.")
 def router(config_path: Path | None, name: str | None, host: str | None, port: int | None) -> None:
-    """Run a router: one OpenAI-compatible address for the fleet.
+    """Run a router: OpenAI's API in front of all replicas.
 
     \b
     Example:

@@ -1,0 +1,8 @@
+"""HTTP headers of ours, which the router and those who speak to it have to agree on."""
+
+from __future__ import annotations
+
+REQUEST_ID = "x-adaptersync-request-id"
+VERSION = "x-adaptersync-version"  # adapter id that wrote an answer, or the base model's name
+REPLICA = "x-adaptersync-replica"
+SUBSTITUTED = "x-adaptersync-substituted"  # a name that the version asked for stands in for; a relay says so

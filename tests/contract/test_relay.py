@@ -1,0 +1,263 @@
+"""The relay as an unmodified TRL meets it, over a real coordinator and a router that the test plays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from msgspec.structs import replace
+
+from adaptersync.coordinator.app import _coordinate
+from adaptersync.trainer.relay import relay_app
+from adaptersync_core.config import (
+    Config,
+    CoordinatorSection,
+    GroupSection,
+    JobsSection,
+    RedisSection,
+    RelaySection,
+    StoreSection,
+    TrainerSection,
+)
+from adaptersync_core.errors import ControlUnavailable
+from adaptersync_core.keys import Keys
+from adaptersync_core.records import Request
+from adaptersync_core.redis import RedisClient
+from adaptersync_core.registry import Registry
+from support.artifacts import small_adapter
+from support.scripted import ScriptedReplica
+from support.upstreams import Upstream, upstream
+from support.wait import wait_until
+
+NAMES = [f"trl-policy-v{step}" for step in range(5)]
+
+
+class Bench:
+    """A relay between a trainer (`post`) and a router (`router`), with a coordinator and one scripted replica."""
+
+    def __init__(self, url: str, registry: Registry, replica: ScriptedReplica, router: Upstream, root: Path) -> None:
+        self.registry = registry
+        self.replica = replica
+        self.router = router
+        self.root = root
+        self._url = url
+        self.session = aiohttp.ClientSession()
+
+    async def post(self, path: str, body: object) -> tuple[int, dict[str, str], bytes]:
+        async with self.session.post(self._url + path, json=body) as answer:
+            return answer.status, {name.lower(): value for name, value in answer.headers.items()}, await answer.read()
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(self._url + path) as answer:
+            return answer.status, await answer.json()
+
+    def adapter(self, step: int, **config: object) -> Path:
+        directory = small_adapter(self.root / f"checkpoint-{step}", seed=step)
+        file = directory / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | config))
+        return directory
+
+    async def load(self, step: int, directory: Path | None = None, **config: object) -> tuple[int, str]:
+        body = {"lora_name": NAMES[step], "lora_path": str(directory or self.adapter(step, **config))}
+        status, _, text = await self.post("/v1/load_lora_adapter", body)
+        return status, text.decode()
+
+    async def asked(self, model: str) -> tuple[str, str]:
+        """What the router is asked for in place of a name, and what it is told the name was."""
+        status, headers, _ = await self.post("/v1/completions", {"model": model, "prompt": [1, 2]})
+        assert status == 200
+        seen = self.router.seen[-1]
+        assert headers.get("x-adaptersync-substituted") == seen.headers.get("x-adaptersync-substituted")
+        assert seen.json["prompt"] == [1, 2]
+        return seen.json["model"], seen.headers.get("x-adaptersync-substituted", "")
+
+    async def window(self) -> list[int]:
+        table = await self.registry.table()
+        return [table.versions[name].seq for name in table.window("run")]
+
+
+def config_of(redis_url: str, router_url: str, directory: Path) -> Config:
+    return Config(
+        group=GroupSection(name="group"),
+        redis=RedisSection(control_url=redis_url),
+        store=StoreSection(path=str(directory / "store")),
+        coordinator=CoordinatorSection(min_ready=1, tick_s=0.05),
+        relay=RelaySection(router_url=router_url, allowed_root=str(directory / "out"), promotion_timeout_s=5.0),
+        trainer=TrainerSection(run="run", max_staleness=1),
+        jobs=JobsSection(verify=False),
+    )
+
+
+@asynccontextmanager
+async def relayed(redis_url: str, directory: Path, **relay: float) -> AsyncIterator[Bench]:
+    """`relay` are settings of the relay."""
+    async with upstream("router") as router, AsyncExitStack() as stack:
+        config = config_of(redis_url, router.url, directory)
+        config = replace(config, relay=replace(config.relay, **relay))
+        client = RedisClient(redis_url, name="test")
+        stack.push_async_callback(client.close)
+        registry = Registry(client, Keys("group"))
+        replica = ScriptedReplica(registry, "r1")
+        stack.push_async_callback(
+            _ended, *(asyncio.create_task(work) for work in (replica.live(), _coordinate(config)))
+        )
+        runner = web.AppRunner(relay_app(config), access_log=None)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        bench = Bench(f"http://{host}:{port}", registry, replica, router, directory / "out")
+        stack.push_async_callback(bench.session.close)
+        yield bench
+
+
+async def _ended(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
+
+
+@pytest.fixture
+async def bench(redis_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
+    async with relayed(redis_url, tmp_path) as bench:
+        yield bench
+
+
+async def test_a_load_is_a_publication_and_its_name_an_alias(bench: Bench) -> None:
+    status, text = await bench.load(1)
+    assert status == 200
+    assert text.startswith(f"Success: LoRA adapter '{NAMES[1]}' is run-v1-")
+    model, substituted = await bench.asked(NAMES[1])
+    assert (model, substituted) == ((await bench.registry.table()).runs["run"].current, "")
+
+
+async def test_a_repeated_load_publishes_nothing(bench: Bench) -> None:
+    first, again = await bench.load(1), await bench.load(1)
+    assert first == again
+    assert len(await bench.registry.published("run")) == 1
+
+
+async def test_pauses_and_unloads_do_nothing_and_other_names_pass_as_they_are(bench: Bench) -> None:
+    await bench.load(1)
+    for path in ("/pause", "/resume", "/v1/unload_lora_adapter"):
+        assert (await bench.post(path, {"lora_name": NAMES[1]}))[0] == 200
+    assert not bench.router.seen
+    assert await bench.window() == [1]
+    assert await bench.asked("base") == ("base", "")
+
+
+async def test_what_trl_reads_of_a_server_is_there(bench: Bench) -> None:
+    await wait_until(lambda: _reported(bench))
+    status, info = await bench.get("/server_info")
+    assert status == 200
+    assert info["vllm_config"]["lora_config"] == {"max_lora_rank": 64, "max_loras": 8}
+    assert info["vllm_config"]["parallel_config"]["data_parallel_size"] == 1
+
+
+async def _reported(bench: Bench) -> bool:
+    return bool((await bench.registry.fleet()).replicas)
+
+
+async def test_a_trainer_that_starts_again_begins_an_epoch_and_may_reuse_its_names(bench: Bench) -> None:
+    await bench.load(1)
+    await bench.get("/server_info")
+    status, text = await bench.load(1, bench.adapter(2))
+    assert (status, "is run-v2-" in text) == (200, True)
+    assert (await bench.registry.table()).runs["run"].epoch == 2
+
+
+@pytest.mark.parametrize(("place", "status"), [("../elsewhere", 501), ("missing", 501)])
+async def test_only_adapters_below_the_root_are_taken(bench: Bench, place: str, status: int) -> None:
+    small_adapter(bench.root.parent / "elsewhere")
+    answered, text = await bench.load(1, bench.root / place)
+    assert answered == status
+    assert ("allowed root" in text) == (place == "../elsewhere")
+    assert await bench.registry.published("run") == []
+
+
+async def test_what_vllm_cannot_serve_is_501_with_the_reason(bench: Bench) -> None:
+    status, text = await bench.load(1, use_dora=True)
+    assert status == 501
+    assert "DoRA" in text
+
+
+async def test_what_the_fleet_refuses_fails_with_its_reason(bench: Bench) -> None:
+    bench.replica.refuses[1] = "rank 32 is above the engine's 16"
+    status, text = await bench.load(1)
+    assert status == 500
+    assert "rank 32 is above the engine's 16" in text
+
+
+async def test_what_the_fleet_does_not_take_in_time_is_stood_in_for_and_marked(redis_url: str, tmp_path: Path) -> None:
+    async with relayed(redis_url, tmp_path, promotion_timeout_s=1.0) as bench:
+        assert (await bench.load(1))[0] == 200
+        bench.replica.answers.clear()
+        status, text = await bench.load(2)
+        assert (status, "is run-v1-" in text) == (200, True)
+        model, substituted = await bench.asked(NAMES[2])
+        assert (model.startswith("run-v1-"), substituted) == (True, NAMES[2])
+        bench.replica.answers.set()
+        await wait_until(lambda: _current(bench, 2))
+        status, text = await bench.load(2)  # asked again, it is a version of its own
+        assert (status, "is run-v3-" in text) == (200, True)
+
+
+async def _current(bench: Bench, seq: int) -> bool:
+    return (await bench.window())[:1] == [seq]
+
+
+async def test_a_retired_version_is_stood_in_for_by_the_oldest_that_is_served(bench: Bench) -> None:
+    for step in (1, 2, 3):
+        assert (await bench.load(step))[0] == 200
+    await wait_until(lambda: _window(bench, [3, 2]))
+    model, substituted = await bench.asked(NAMES[1])
+    assert (model.startswith("run-v2-"), substituted) == (True, NAMES[1])
+    await bench.registry.request(Request(kind="rollback", run="run"))
+    await wait_until(lambda: _window(bench, [2]))
+    assert (await bench.asked(NAMES[3]))[0].startswith("run-v2-")
+
+
+async def _window(bench: Bench, seqs: list[int]) -> bool:
+    return await bench.window() == seqs
+
+
+async def test_a_name_of_before_a_restart_of_the_relay_is_no_dead_end(bench: Bench) -> None:
+    """TRL would ask for it 90 times in 505 s, and then end."""
+    assert await bench.asked(NAMES[4]) == (NAMES[4], "")  # nothing is served yet: the router says so
+    await bench.load(1)
+    model, substituted = await bench.asked(NAMES[4])
+    assert (model.startswith("run-v1-"), substituted) == (True, NAMES[4])
+
+
+async def test_an_answer_that_breaks_off_is_not_whole_for_trl_either(bench: Bench) -> None:
+    await bench.load(1)
+    bench.router.cut_after = 1
+    with pytest.raises(aiohttp.ClientPayloadError):
+        await bench.post("/v1/completions", {"model": NAMES[1], "prompt": [1], "stream": True})
+
+
+async def test_without_a_router_the_reason_is_said(bench: Bench) -> None:
+    await bench.load(1)
+    await bench.router.stop()
+    status, _, text = await bench.post("/v1/completions", {"model": NAMES[1], "prompt": [1]})
+    assert status == 502
+    assert b"check relay.router_url" in text
+
+
+async def test_without_redis_rollouts_go_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    await bench.load(1)
+
+    async def away(self: Registry) -> None:
+        raise ControlUnavailable("Redis cannot be reached")
+
+    monkeypatch.setattr(Registry, "table", away)
+    model, substituted = await bench.asked(NAMES[1])
+    assert (model.startswith("run-v1-"), substituted) == (True, "")

@@ -1,0 +1,48 @@
+"""What the command line hears of a rollback it asked for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from adaptersync_core.errors import ControlError
+from adaptersync_core.events import Event, RequestRefused, VersionRolledBack, VersionVoided, to_fields
+from adaptersync_core.keys import Keys
+from adaptersync_core.redis import RedisClient
+from adaptersync_core.registry import Registry
+from adaptersync_tools.cli.changing import answer
+from support.tables import version_name
+
+V1, V2, V3 = version_name(1), version_name(2), version_name(3)
+RUN = V1.partition("-v")[0]
+OTHERS = VersionVoided(version="other-v1-0123456789ab", generation=2, reason="r", current="other-v0-0123456789ab")
+
+
+@pytest.fixture
+async def registry(redis_url: str) -> AsyncIterator[Registry]:
+    client = RedisClient(redis_url, name="test")
+    yield Registry(client, Keys("group"))
+    await client.close()
+
+
+async def heard(registry: Registry, version: str, *events: Event) -> str:
+    for event in events:
+        await registry.client.command("XADD", registry.keys.events, "*", *to_fields(event))
+    return str(await answer(registry, after="0", run=RUN, version=version, request="q"))
+
+
+async def test_the_current_version_was_voided(registry: Registry) -> None:
+    voided = VersionVoided(version=V2, generation=3, reason="r", current=V1)
+    assert await heard(registry, "", OTHERS, voided) == f"voided {V2}; {V1} is current"
+
+
+async def test_the_version_on_its_way_in_was_given_up(registry: Registry) -> None:
+    others = VersionRolledBack(version=V2, generation=2, reason="r")
+    assert await heard(registry, V3, others, VersionRolledBack(version=V3, generation=3, reason="r")) == f"gave up {V3}"
+
+
+async def test_it_was_refused(registry: Registry) -> None:
+    others = RequestRefused(request="p", reason="another request")
+    with pytest.raises(ControlError, match="not retained"):
+        await heard(registry, V1, others, RequestRefused(request="q", reason=f"{V1} is not retained"))

@@ -44,11 +44,13 @@ SPECS = (
         writer="coordinator",
         bound="live versions and members",
     ),
-    KeySpec(pattern="events", type="stream", server="control", writer="all", bound="trimmed by retention"),
-    KeySpec(pattern="rollouts", type="stream", server="control", writer="router", bound="trimmed by compaction"),
+    KeySpec(
+        pattern="events", type="stream", server="control", writer="all", bound="none yet: one a thing that happened"
+    ),
+    KeySpec(pattern="rollouts", type="stream", server="control", writer="router", bound="none yet: one a rollout"),
     KeySpec(pattern="runs", type="set", server="control", writer="trainer", bound="one a run"),
     KeySpec(pattern="run:{run}", type="hash", server="control", writer="trainer", bound="7 fields"),
-    KeySpec(pattern="published:{run}", type="zset", server="control", writer="trainer", bound="one a version kept"),
+    KeySpec(pattern="published:{run}", type="zset", server="control", writer="trainer", bound="one a version"),
     KeySpec(
         pattern="manifest:{version}",
         type="string",

@@ -58,7 +58,7 @@ class ArtifactStore:
         staging = place.parent / f".staging-{manifest.adapter_id}-{secrets.token_hex(4)}"
         try:
             for directory in (self.root, place.parent, staging):
-                _make_directory(directory)
+                make_directory(directory)
             for file in manifest.files:
                 copy_verified(self._reader, source / file.name, staging / file.name, file, manifest.adapter_id)
             text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
@@ -177,10 +177,10 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _make_directory(path: Path) -> None:
+def make_directory(path: Path) -> None:
     """Make a directory that may be there already; one that is new can be entered whatever the umask says."""
     if not path.parent.is_dir():
-        _make_directory(path.parent)
+        make_directory(path.parent)
     with contextlib.suppress(FileExistsError):
         path.mkdir()
         path.chmod(DIRECTORY_MODE)

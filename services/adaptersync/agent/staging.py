@@ -17,7 +17,7 @@ from adaptersync_core.errors import AdapterInvalid, ArtifactCorrupt, NameInvalid
 from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.lane import FastLane
 from adaptersync_core.manifest import Manifest, check_against_base, content_digest, inspect
-from adaptersync_core.store import ArtifactStore, verify_files, write_verified
+from adaptersync_core.store import ArtifactStore, make_directory, verify_files, write_verified
 
 FIRST_PAUSE_S = 0.05  # between looks at a mount that does not show a version yet; doubles up to LAST_PAUSE_S
 LAST_PAUSE_S = 1.0
@@ -82,11 +82,11 @@ class Staging:
         return staged, time.monotonic()
 
     def _copy(self, manifest: Manifest, contents: dict[str, bytes] | None = None, *, replace: bool = False) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
         place = self.path(manifest.adapter_id)
         half = self.root / f".half-{manifest.adapter_id}-{secrets.token_hex(4)}"
         bad = half.with_name(f"{half.name}-bad")
-        half.mkdir()
+        for directory in (self.root, half):
+            make_directory(directory)  # the engine may run as another user
         try:
             if contents is None:
                 self._store.copy_out(manifest, half)

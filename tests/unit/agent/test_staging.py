@@ -62,6 +62,19 @@ async def test_a_manifest_whose_name_stands_for_other_files_is_refused_at_once(t
         await staging_of(tmp_path, root).bring(forged, timeout_s=60)
 
 
+async def test_an_engine_of_another_user_can_read_what_is_staged(tmp_path: Path, root: Path) -> None:
+    manifest = stored(ArtifactStore(root), tmp_path)
+    staging = staging_of(tmp_path, root)
+    umask = os.umask(0o077)
+    try:
+        await whole(staging, manifest)
+    finally:
+        os.umask(umask)
+    place = staging.path(manifest.adapter_id)
+    assert [oct(path.stat().st_mode & 0o777) for path in (staging.root, place)] == ["0o755", "0o755"]
+    assert {oct(path.stat().st_mode & 0o777) for path in place.iterdir()} == {"0o644"}
+
+
 async def test_a_staged_version_is_not_fetched_again(tmp_path: Path, root: Path) -> None:
     manifest = stored(ArtifactStore(root), tmp_path)
     view = LaggingView(root)

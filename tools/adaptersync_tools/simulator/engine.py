@@ -5,8 +5,6 @@ happen, `engine.py` what then is true.
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -32,11 +30,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 8
     stop_probability: float = 0.0
     base: BaseModel | None = None
-
-    @classmethod
-    def for_model_directory(cls, directory: Path, **fields: Any) -> "EngineConfig":
-        """Sizes of the base from `directory`/config.json; its path becomes the served root."""
-        return cls(root=str(directory), base=BaseModel.from_directory(directory), **fields)
 
     @property
     def registered_limit(self) -> int:

@@ -7,7 +7,8 @@ instead of believing the status. `load_inplace` is never sent: vLLM would read t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import secrets
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +21,7 @@ from adaptersync_core.errors import EngineRefused, EngineUnavailable
 
 _METRIC = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+TOKEN_HEADER = "x-adaptersync-token"  # noqa: S105 - the name of a header
 ANSWER_LIMIT = 16 << 20  # bytes of one control answer
 
 
@@ -45,11 +47,31 @@ class _Card(Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
 
 
+class Identity(Struct, frozen=True, kw_only=True):
+    """What our door in front of a server says: this life of the process, and its adapters' numbers by name."""
+
+    life: str
+    numbers: dict[str, int]
+
+
+class Audit(Struct, frozen=True, kw_only=True):
+    """What one worker says of an adapter's slot and the file it came from; see `adaptersync.engine.audit`."""
+
+    error: str = ""
+    resident: bool = False
+    compared: int = 0
+    differ: tuple[str, ...] = ()
+    differing: int = 0
+    unused: tuple[str, ...] = ()
+    unused_modules: int = 0
+
+
 class VllmClient:
     """Control calls to one server. EngineUnavailable when it does not answer, EngineRefused when it says no."""
 
-    def __init__(self, url: str, *, timeout_s: float = 5.0) -> None:
+    def __init__(self, url: str, *, timeout_s: float = 5.0, token: str = "") -> None:
         self.url = url.rstrip("/")
+        self._headers = {TOKEN_HEADER: token} if token else {}
         self._timeout_s = timeout_s
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=8))
 
@@ -100,6 +122,39 @@ class VllmClient:
             raise EngineRefused("server does not say when it started", status=200, engine=self.url)
         return f"{values[0]:.2f}"
 
+    async def identity(self) -> Identity | None:
+        """What our door says; None when the server was started without it."""
+        try:
+            told = await self._json("GET", "/adaptersync/engine")
+        except EngineRefused as error:
+            if error.status == 404:
+                return None
+            raise
+        return Identity(life=told["life"], numbers={name: entry["number"] for name, entry in told["adapters"].items()})
+
+    async def audit(self, number: int, path: str, *, timeout_s: float) -> list[Audit]:
+        """Have every worker compare slot and file. Only for a server that was started with our extension: asked for a
+        method it lacks, vLLM ends."""
+        return msgspec.convert(await self._rpc("adaptersync_audit", number, path, timeout_s=timeout_s), list[Audit])
+
+    async def drop(self, number: int) -> None:
+        """Free what an unloaded name left in the engine; the same condition as `audit`."""
+        await self._rpc("adaptersync_drop", number, timeout_s=self._timeout_s)
+
+    async def logprobs(self, model: str, tokens: Sequence[int], *, timeout_s: float) -> list[float]:
+        """Log-probabilities of tokens[1:], on the path that rollouts use, without a prefix that was cached before."""
+        body = {
+            "model": model,
+            "prompt": list(tokens),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+            "cache_salt": secrets.token_hex(8),
+        }
+        answer = orjson.loads(await self._call("POST", "/v1/completions", json=body, timeout_s=timeout_s))
+        scored = answer["choices"][0]["prompt_logprobs"][1:]
+        return [place[str(token)]["logprob"] for token, place in zip(tokens[1:], scored, strict=True)]
+
     async def metrics(self) -> list[tuple[str, dict[str, str], float]]:
         """Prometheus samples: name, labels, value."""
         found = _METRIC.finditer(await self._call("GET", "/metrics"))
@@ -141,6 +196,11 @@ class VllmClient:
             return msgspec.convert(answer.get("data"), type=list[_Card])
         except msgspec.ValidationError as error:
             raise EngineRefused(f"models cannot be read: {error}", status=200, engine=self.url) from error
+
+    async def _rpc(self, method: str, *arguments: str | int, timeout_s: float) -> list[Any]:
+        body = {"method": method, "args": list(arguments)}
+        results: list[Any] = orjson.loads(await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s))["results"]
+        return results
 
     async def _json(self, method: str, path: str, *, params: Mapping[str, str] | None = None) -> dict[str, Any]:
         text = await self._call(method, path, params=params)

@@ -1,0 +1,99 @@
+"""Proof, by experiment, that an engine serves what it was given.
+
+Runs the three legs that `adaptersync_core.proof` judges. A leg for which the engine lacks the means (our door, our
+worker extension, weights of the base on this host) is not probed, and the verdict says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from adaptersync.agent.canary import write_canary
+from adaptersync.agent.engine import Engine
+from adaptersync_core.errors import EngineRefused
+from adaptersync_core.manifest import Manifest
+from adaptersync_core.proof import Leg, Probe, Proof, behave, commission, conclude
+from adaptersync_core.vllm import VllmClient
+
+TOKENS = tuple(range(3, 67))  # what is scored when the trainer gave no probe: any tokens do, if they are the same
+UNKNOWN = Leg(verdict="not probed", reason="base weights are not on this host, so there is no canary")
+
+log = logging.getLogger(__name__)
+
+
+class Prover:
+    """Experiments on one engine. Commissioning is done once in each life of it, before anything is acknowledged."""
+
+    def __init__(self, client: VllmClient, engine: Engine, scratch: Path, *, timeout_s: float) -> None:
+        self._client = client
+        self._engine = engine
+        self._scratch = scratch
+        self._timeout_s = timeout_s
+        self._commissioned: tuple[str, Leg] = ("", UNKNOWN)
+
+    async def prove(self, name: str, manifest: Manifest, path: Path, *, previous: str | None, probe: Probe | None) -> Proof:
+        """Judge a loaded version. Raises only when the engine does not answer."""
+        if self._commissioned[0] != self._engine.epoch:
+            self._commissioned = (self._engine.epoch, await self._commission())
+        return conclude(
+            commissioned=self._commissioned[1],
+            content=await self._content(name, path),
+            behaviour=await self._behaviour(name, manifest, previous, probe),
+        )
+
+    async def _commission(self) -> Leg:
+        name = f"canary-{self._engine.epoch}"
+        path = self._scratch / name
+        if not write_canary(path, self._engine.base):
+            return UNKNOWN
+        facts = self._engine.facts
+        base = facts.base_model if facts else ""
+        try:
+            await self._engine.load(name, path, timeout_s=self._timeout_s)
+            leg = commission(await self._score(base, TOKENS), await self._score(name, TOKENS))
+        except EngineRefused as error:
+            leg = Leg(verdict="refuted", reason=f"canary could not be served: {error}")
+        await self._engine.remove(name)
+        shutil.rmtree(path, ignore_errors=True)
+        log.info("engine commissioned: %s", leg)
+        return leg
+
+    async def _content(self, name: str, path: Path) -> Leg:
+        number = self._engine.numbers.get(name)
+        if number is None or not self._engine.audited:
+            return Leg(verdict="not probed", reason="engine runs without our worker extension")
+        workers = await self._client.audit(number, str(path), timeout_s=self._timeout_s)
+        figures = {"workers": float(len(workers)), "tensors": float(sum(worker.compared for worker in workers))}
+        for index, worker in enumerate(workers):
+            if worker.error:
+                return Leg(verdict="not probed", reason=f"worker {index} could not look: {worker.error}", figures=figures)
+            if not worker.resident:
+                return Leg(verdict="refuted", reason=f"worker {index} does not hold it", figures=figures)
+            if worker.differing:
+                differ = ", ".join(worker.differ)
+                reason = f"worker {index} holds other values in {worker.differing} tensors: {differ}"
+                return Leg(verdict="refuted", reason=reason, figures=figures)
+            if worker.unused_modules:
+                unused = ", ".join(worker.unused)
+                reason = f"engine has no module for {worker.unused_modules} of the adapter's: {unused}"
+                return Leg(verdict="refuted", reason=reason, figures=figures)
+        return Leg(verdict="proved", figures=figures)
+
+    async def _behaviour(self, name: str, manifest: Manifest, previous: str | None, probe: Probe | None) -> Leg:
+        facts = self._engine.facts
+        if facts is None:
+            return Leg(verdict="not probed")
+        tokens = probe.tokens if probe else TOKENS
+        return behave(
+            base=await self._score(facts.base_model, tokens),
+            version=await self._score(name, tokens),
+            previous=await self._score(previous, tokens) if previous else None,
+            deltas=probe.deltas if probe else (),
+            noop=manifest.shape.noop,
+        )
+
+    async def _score(self, model: str, tokens: Sequence[int]) -> list[float]:
+        return await self._client.logprobs(model, tokens, timeout_s=self._timeout_s)

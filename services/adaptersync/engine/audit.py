@@ -1,0 +1,159 @@
+"""What a vLLM worker really holds, compared with what a verified file says it must hold.
+
+vLLM mixes this class into its worker (`--worker-extension-cls adaptersync.engine.audit.Auditor`); `/collective_rpc`
+calls it in every worker. `audit` reads the adapter's file again, makes of it what belongs in this worker (dtype, scaling
+by alpha, packing of q/k/v and gate/up, the shard of a tensor-parallel worker) and compares that, bit by bit, with the
+device slot the next forward pass will read. A load that went wrong without a word is found at any size of the adapter.
+
+An exception here would end the whole server, so every method answers with plain data, `error` among it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+NAMED = 8  # tensors named in an answer; the rest is counted
+PREFIX = "base_model.model."
+
+
+def _answers(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(method)
+    def guarded(*arguments: Any) -> dict[str, Any]:
+        try:
+            return method(*arguments)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+    return guarded
+
+
+class Auditor:
+    """Mixed into vLLM's worker. Names begin with `adaptersync_` because the worker may not have them already."""
+
+    model_runner: Any
+
+    @_answers
+    def adaptersync_held(self) -> dict[str, Any]:
+        """Numbers of the adapters this worker has registered, least recently used first, and its limits."""
+        manager = self._adaptersync_manager()
+        registered = list(manager.list_adapters())
+        return {
+            "registered": registered,
+            "active": [number for number in manager.lora_index_to_id if number is not None],
+            "capacity": manager.capacity,
+            "slots": manager.lora_slots,
+        }
+
+    @_answers
+    def adaptersync_drop(self, number: int) -> dict[str, Any]:
+        """Free what an unloaded name, a failed load or a canary left behind."""
+        return {"dropped": bool(self.model_runner.lora_manager.remove_adapter(number))}
+
+    @_answers
+    def adaptersync_audit(self, number: int, directory: str) -> dict[str, Any]:
+        """Compare slot and file. `differ` are tensors whose bits differ, `unused` those of the file no module took."""
+        from safetensors.torch import load_file
+
+        manager = self._adaptersync_manager()
+        if number not in manager.list_adapters():
+            return {"resident": False}
+        manager.activate_adapter(number)
+        slot = manager.lora_index_to_id.index(number)
+        config = json.loads((Path(directory) / "adapter_config.json").read_text())
+        tensors = load_file(Path(directory) / "adapter_model.safetensors")
+        rename = _renamer(manager.model)
+        pairs: dict[str, dict[str, Any]] = {}
+        for name, tensor in tensors.items():
+            module, half = re.fullmatch(r"(.+)\.(lora_[AB])\.weight", rename(name.removeprefix(PREFIX))).groups()  # type: ignore[union-attr]
+            pairs.setdefault(module, {"scaling": _scaling(config, name.removeprefix(PREFIX))})[half] = tensor
+        differ: list[str] = []
+        compared = 0
+        used: set[str] = set()
+        for module, wanted, found in _slots(manager, slot, pairs, used):
+            compared += 1
+            if not _equal(wanted, found):
+                differ.append(module)
+        return {
+            "resident": True,
+            "compared": compared,
+            "differ": differ[:NAMED],
+            "differing": len(differ),
+            "unused": sorted(set(pairs) - used)[:NAMED],
+            "unused_modules": len(set(pairs) - used),
+        }
+
+    def _adaptersync_manager(self) -> Any:
+        return self.model_runner.lora_manager._adapter_manager
+
+
+def _slots(
+    manager: Any, slot: int, pairs: Mapping[str, Mapping[str, Any]], used: set[str]
+) -> Iterator[tuple[str, Any, Any]]:
+    """(tensor name, what must be in the slot or None for nothing, what is in the slot) of every module."""
+    for module_name, module in manager.modules.items():
+        parts = manager.packed_modules.get(module_name, [module_name])
+        mine = [pairs.get(part) for part in parts]
+        used.update(part for part, pair in zip(parts, mine, strict=True) if pair is not None)
+        a = [None if pair is None else pair["lora_A"].to(module.lora_a_stacked[0].dtype) for pair in mine]
+        b = [None if pair is None else _scaled(pair, module.lora_b_stacked[0].dtype) for pair in mine]
+        if module.tp_size > 1:
+            # the layer's own cut: how a tensor is sharded is its business, that it is the right tensor is ours
+            a, b = (_cut(module.slice_lora_a, a), _cut(module.slice_lora_b, b))
+        for index, part in enumerate(parts):
+            yield f"{part}.lora_A", a[index], module.lora_a_stacked[index][slot, 0]
+            yield f"{part}.lora_B", b[index], module.lora_b_stacked[index][slot, 0]
+
+
+def _cut(cut: Callable[[Any], Any], tensors: list[Any]) -> list[Any]:
+    if len(tensors) > 1:
+        return list(cut(tensors))
+    return tensors if tensors[0] is None else [cut(tensors[0])]
+
+
+def _scaled(pair: Mapping[str, Any], dtype: Any) -> Any:
+    scaled = pair["lora_B"].to(dtype)
+    if pair["scaling"] != 1:
+        scaled *= pair["scaling"]  # in the engine's dtype, as vLLM folds it in
+    return scaled
+
+
+def _equal(wanted: Any, found: Any) -> bool:
+    """Whether the slot holds exactly the tensor, and nothing beside it."""
+    import torch
+
+    if wanted is None:
+        return not bool(found.any())
+    rows, columns = wanted.shape
+    inside = found[:rows, :columns]
+    rest = int(torch.count_nonzero(found)) - int(torch.count_nonzero(inside))
+    return bool(torch.equal(inside.cpu(), wanted.cpu())) and rest == 0
+
+
+def _renamer(model: Any) -> Callable[[str], str]:
+    """Checkpoint names to this model's names, by the model's own table where it has one."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return lambda name: name
+    mapper = mapper.get_rename_mapper()
+    return lambda name: mapper._map_name(name) or name
+
+
+def _scaling(config: Mapping[str, Any], name: str) -> float:
+    """PEFT's scaling of one module: alpha over rank, or over its root, with the patterns' exceptions."""
+    module = name.rpartition(".lora_")[0]
+    rank = _matching(config.get("rank_pattern"), module) or config["r"]
+    alpha = _matching(config.get("alpha_pattern"), module) or config["lora_alpha"]
+    return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _matching(pattern: Mapping[str, Any] | None, module: str) -> Any:
+    for key, value in (pattern or {}).items():
+        if re.match(rf"(.*\.)?({key})$", module):
+            return value
+    return None

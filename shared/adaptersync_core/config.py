@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from adaptersync_core.errors import ConfigError, NameInvalid
 from adaptersync_core.identity import check_name
+from adaptersync_core.proof import Verdict
 
 ENVIRONMENT = "ADAPTERSYNC_"
 
@@ -70,6 +71,8 @@ class AgentSection(Section, frozen=True, kw_only=True):
     """The vLLM server, on this host's loopback."""
     public_url: str = ""
     """Where routers reach the engine. Empty: engine_url."""
+    token_file: str = ""
+    """Where the agent leaves the token for the engine's door. Empty: the engine has no door of ours."""
     stage_path: str = "/var/lib/adaptersync/staged"
     """Local disk, the same path on every replica: vLLM's block hashes contain it."""
     heartbeat_s: float = 1.0
@@ -80,6 +83,14 @@ class AgentSection(Section, frozen=True, kw_only=True):
     """How long a load may take."""
     visible_timeout_s: float = 60.0
     """How long an announced version may be invisible on this host's mount."""
+
+
+class ProofSection(Section, frozen=True, kw_only=True):
+    promote_on: tuple[Verdict, ...] = ("proved",)
+    """Verdicts with which a replica accepts a version. Add "below noise" or "not probed" for engines without our door
+    and worker extension; a version that is refuted is never accepted."""
+    timeout_s: float = 30.0
+    """How long one experiment on the engine may take."""
 
 
 class RouterSection(Section, frozen=True, kw_only=True):
@@ -140,6 +151,7 @@ class Config(Section, frozen=True, kw_only=True):
     store: StoreSection = StoreSection()
     coordinator: CoordinatorSection = CoordinatorSection()
     agent: AgentSection = AgentSection()
+    proof: ProofSection = ProofSection()
     router: RouterSection = RouterSection()
     relay: RelaySection = RelaySection()
     trainer: TrainerSection = TrainerSection()

@@ -56,6 +56,7 @@ class ReplicaAcked(Event, frozen=True, kw_only=True, tag="replica.acked"):
     replica: str
     engine_epoch: str
     accepted: bool
+    proof: str = "not probed"
     reason: str = ""
     staged_s: float | None = None
     verified_s: float | None = None

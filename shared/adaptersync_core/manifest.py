@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 
 from adaptersync_core.errors import AdapterInvalid
 from adaptersync_core.identity import adapter_id
+from adaptersync_core.proof import Probe
 from adaptersync_core.tensors import TensorSpec, read_header
 
 CONFIG_FILE = "adapter_config.json"
@@ -90,6 +91,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     shape: AdapterShape
     created_at: float
     step: int | None = None
+    probe: Probe | None = None
     timings: dict[str, float] = {}
     format: int = 1
 

@@ -5,11 +5,11 @@ Three legs, none of which is enough alone:
 - *commissioned*: once in the life of an engine, an adapter of large effect changed the answers under its name, so this
   engine applies LoRA by name on the path that rollouts use;
 - *content*: the tensors in the slot the engine will read are, bit by bit, those of the verified file;
-- *behaviour*: log-probabilities of fixed tokens under the version, less those under the base, follow the trainer's own
-  differences, or at least are not the base's or the previous version's to the last bit.
+- *behaviour*: log-probabilities of fixed tokens under the version, less those under the base, follow the differences
+  that the trainer saw.
 
-Rounding noise of a bfloat16 engine is about 0.06 a token, far above the effect of an early RL adapter, so behaviour is a
-significance test and may end without a verdict. Content does not depend on the size of the effect.
+Rounding noise of a bfloat16 engine is about 0.06 a token, far above the effect of an early RL adapter, so behaviour
+is a significance test and may end without a verdict. Content does not depend on the size of the effect.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ def commission(base: Sequence[float], canary: Sequence[float]) -> Leg:
     """Log-probabilities of the same tokens under the base and under the canary."""
     effect = rms([a - b for a, b in zip(canary, base, strict=True)])
     if effect < CANARY_EFFECT:
-        return Leg(verdict="refuted", reason="canary changed nothing: LoRA is not applied by name", figures={"effect": effect})
+        return Leg(
+            verdict="refuted", reason="canary changed nothing: LoRA is not applied by name", figures={"effect": effect}
+        )
     return Leg(verdict="proved", figures={"effect": effect})
 
 
-def behave(
-    *, base: Sequence[float], version: Sequence[float], previous: Sequence[float] | None, deltas: Sequence[float], noop: bool
-) -> Leg:
+def behave(*, base: Sequence[float], version: Sequence[float], deltas: Sequence[float], noop: bool) -> Leg:
     """Compare differences of log-probabilities; all sequences score the same tokens.
 
-    The engine's differences d are fitted to the trainer's t as d = slope * t + noise. The right adapter has slope 1, the
-    base slope 0, another adapter something else and much noise; the slope's standard error is noise / (|t| sqrt n).
+    The engine's differences d are fitted to the trainer's t as d = slope * t + noise. The right adapter has slope 1,
+    the base slope 0, another one anything; the slope's standard error is noise / |t|.
     """
     seen = [a - b for a, b in zip(version, base, strict=True)]
     figures = {"tokens": float(len(seen)), "effect": rms(seen)}
@@ -85,15 +85,21 @@ def behave(
         error = noise / sqrt(power) if power else float("inf")
         figures |= {"expected": rms(deltas), "slope": slope, "noise": noise, "error": error}
         if error * SIGNIFICANT > 1.0:
-            return Leg(verdict="below noise", reason="the trainer's differences drown in the engine's noise", figures=figures)
+            return Leg(
+                verdict="below noise", reason="the trainer's differences drown in the engine's noise", figures=figures
+            )
         if abs(slope - 1.0) > max(SIGNIFICANT * error, 0.1):
-            return Leg(verdict="refuted", reason=f"answers follow the trainer's adapter with slope {slope:.2f}, not 1", figures=figures)
+            return Leg(
+                verdict="refuted",
+                reason=f"answers follow the trainer's adapter with slope {slope:.2f}, not 1",
+                figures=figures,
+            )
         return Leg(verdict="proved", figures=figures)
     if list(version) == list(base):
         return Leg(verdict="below noise", reason="answers are the base's to the last bit", figures=figures)
-    if previous is not None and list(version) == list(previous):
-        return Leg(verdict="below noise", reason="answers are the previous version's to the last bit", figures=figures)
-    return Leg(verdict="below noise", reason="answers changed; the trainer gave nothing to compare them with", figures=figures)
+    return Leg(
+        verdict="below noise", reason="answers changed; the trainer gave nothing to compare them with", figures=figures
+    )
 
 
 def conclude(*, commissioned: Leg, content: Leg, behaviour: Leg) -> Proof:

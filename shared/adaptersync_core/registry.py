@@ -18,6 +18,7 @@ from adaptersync_core.errors import Conflict, ControlError, Fenced, NameTaken
 from adaptersync_core.events import AdapterPublished, Event, ReplicaAcked, VersionVerified, to_fields
 from adaptersync_core.keys import REPLICA_TTL_S, ROUTER_TTL_S, VERSION_TTL_S, Keys
 from adaptersync_core.manifest import Manifest
+from adaptersync_core.proof import Proof
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.scripts import Script
 from adaptersync_core.table import Table
@@ -53,10 +54,11 @@ class SeenReplica(Struct, frozen=True, kw_only=True):
 
 
 class Ack(Struct, frozen=True, kw_only=True):
-    """A replica's word on a version, good for one life of its engine."""
+    """A replica's word on a version, good for one life of its engine, and the proof it rests on."""
 
     accepted: bool
     engine_epoch: str
+    proof: Proof = Proof(verdict="not probed")
     reason: str = ""
     phases: dict[str, float] = {}
 
@@ -204,6 +206,7 @@ class Registry:
             replica=replica,
             engine_epoch=ack.engine_epoch,
             accepted=ack.accepted,
+            proof=ack.proof.verdict,
             reason=ack.reason,
             **{name: ack.phases.get(name) for name in ("staged_s", "verified_s", "loaded_s", "proved_s")},
         )

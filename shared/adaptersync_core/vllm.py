@@ -22,11 +22,15 @@ from adaptersync_core.errors import EngineRefused, EngineUnavailable
 _METRIC = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 TOKEN_HEADER = "x-adaptersync-token"  # noqa: S105 - the name of a header
+WORKER_EXTENSION = "adaptersync.engine.audit.Auditor"
 ANSWER_LIMIT = 16 << 20  # bytes of one control answer
 
 
 class EngineFacts(Struct, frozen=True, kw_only=True):
-    """What a server is. A limit of 0 means that it does not say (no development mode)."""
+    """What a server is. A limit of 0 means that it does not say (no development mode).
+
+    `audits` says that its workers carry our extension: asked for a method it lacks, vLLM ends.
+    """
 
     base_model: str
     root: str
@@ -36,6 +40,7 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     max_cpu_loras: int
     max_lora_rank: int
     version: str
+    audits: bool = False
 
 
 class _Card(Struct, frozen=True, kw_only=True):
@@ -133,12 +138,11 @@ class VllmClient:
         return Identity(life=told["life"], numbers={name: entry["number"] for name, entry in told["adapters"].items()})
 
     async def audit(self, number: int, path: str, *, timeout_s: float) -> list[Audit]:
-        """Have every worker compare slot and file. Only for a server that was started with our extension: asked for a
-        method it lacks, vLLM ends."""
+        """Have every worker compare slot and file; only where `EngineFacts.audits`."""
         return msgspec.convert(await self._rpc("adaptersync_audit", number, path, timeout_s=timeout_s), list[Audit])
 
     async def drop(self, number: int) -> None:
-        """Free what an unloaded name left in the engine; the same condition as `audit`."""
+        """Free what an unloaded name left in the engine; only where `EngineFacts.audits`."""
         await self._rpc("adaptersync_drop", number, timeout_s=self._timeout_s)
 
     async def logprobs(self, model: str, tokens: Sequence[int], *, timeout_s: float) -> list[float]:
@@ -188,6 +192,7 @@ class VllmClient:
             max_cpu_loras=lora.get("max_cpu_loras") or lora.get("max_loras") or 0,
             max_lora_rank=lora.get("max_lora_rank") or 0,
             version=version.get("version", ""),
+            audits=(info.get("parallel_config") or {}).get("worker_extension_cls") == WORKER_EXTENSION,
         )
 
     async def _cards(self) -> list[_Card]:
@@ -199,7 +204,9 @@ class VllmClient:
 
     async def _rpc(self, method: str, *arguments: str | int, timeout_s: float) -> list[Any]:
         body = {"method": method, "args": list(arguments)}
-        results: list[Any] = orjson.loads(await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s))["results"]
+        results: list[Any] = orjson.loads(await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s))[
+            "results"
+        ]
         return results
 
     async def _json(self, method: str, path: str, *, params: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -10,13 +10,16 @@ from functools import partial
 from pathlib import Path
 
 from adaptersync.agent.engine import Engine
+from adaptersync.agent.prove import Prover
 from adaptersync.agent.reconcile import plan
 from adaptersync.agent.staging import Staging
+from adaptersync.agent.token import new_token
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, EngineUnavailable
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
+from adaptersync_core.manifest import Manifest
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Ack, Registry, ReplicaReport
 from adaptersync_core.store import ArtifactStore
@@ -39,7 +42,7 @@ def run_agent(config: Config) -> None:
 async def _stand_beside(config: Config) -> None:
     keys = Keys(config.group.name)
     client = RedisClient(config.redis.control_url, name=config.agent.name)
-    async with VllmClient(config.agent.engine_url) as vllm:
+    async with VllmClient(config.agent.engine_url, token=new_token(config.agent.token_file)) as vllm:
         agent = Agent(config, Registry(client, keys), vllm)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -63,6 +66,7 @@ class Agent:
         self._store = ArtifactStore(Path(config.store.path))
         self._staging = Staging(Path(config.agent.stage_path), self._store)
         self._engine = Engine(vllm, self._staging.root)
+        self._prover = Prover(vllm, self._engine, self._staging.root, timeout_s=config.proof.timeout_s)
         self._busy: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, float] = {}
         self._loaded: list[str] = []
@@ -153,22 +157,28 @@ class Agent:
         epoch = self._engine.epoch
         phases: dict[str, float] = {}
         try:
-            phases = await self._bring(name)
-            ack = Ack(accepted=True, engine_epoch=epoch, phases=phases)
+            manifest, phases = await self._bring(name)
+            began = time.monotonic()
+            proof = await self._prover.prove(name, manifest, self._staging.path(name))
+            phases["proved_s"] = time.monotonic() - began
+            enough = proof.verdict != "refuted" and proof.verdict in self._config.proof.promote_on
+            reason = "" if enough else f"{proof.verdict}: {proof.reason}"
+            ack = Ack(accepted=enough, engine_epoch=epoch, proof=proof, reason=reason, phases=phases)
         except AdapterSyncError as error:
             if error.retryable:  # says nothing of the version; a replica that stays like this is judged by its silence
                 log.warning("will try %s again: %s", name, error)
                 self._refused[name] = time.monotonic() + RETRY_S
                 return
-            log.warning("refuses %s: %s", name, error)
-            self._refused[name] = time.monotonic() + REST_S
             ack = Ack(accepted=False, engine_epoch=epoch, reason=str(error), phases=phases)
         await self._registry.ack(self._settings.name, name, ack)
         if ack.accepted:
             self._refused.pop(name, None)
             log.info("holds %s: %s", name, " ".join(f"{phase}={spent:.3f}" for phase, spent in phases.items()))
+        else:
+            self._refused[name] = time.monotonic() + REST_S
+            log.warning("refuses %s: %s", name, ack.reason)
 
-    async def _bring(self, name: str) -> dict[str, float]:
+    async def _bring(self, name: str) -> tuple[Manifest, dict[str, float]]:
         manifest = await self._registry.manifest(name)
         if manifest is None:  # Redis keeps it for a time, the store for as long as the files
             manifest = await asyncio.to_thread(self._store.read_manifest, name)
@@ -185,7 +195,7 @@ class Agent:
         began = time.monotonic()
         await self._engine.load(name, self._staging.path(name), timeout_s=self._settings.load_timeout_s)
         phases["loaded_s"] = time.monotonic() - began
-        return phases
+        return manifest, phases
 
     async def close(self) -> None:
         for task in self._busy.values():

@@ -23,7 +23,9 @@ STRENGTH = 4.0
 
 def write_canary(directory: Path, base: Mapping[str, tuple[int, ...]]) -> bool:
     """Write the canary for a base model (parameter name to shape, out x in); False when it has no weight we know."""
-    touched = [name for name in sorted(base) if name.endswith(tuple(f".{target}.weight" for target in TARGETS))][:WEIGHTS]
+    touched = [name for name in sorted(base) if name.endswith(tuple(f".{target}.weight" for target in TARGETS))][
+        :WEIGHTS
+    ]
     if not touched:
         return False
     noise = random.Random(0)  # noqa: S311 - the same canary everywhere is the point

@@ -18,7 +18,10 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """The engine this agent stands beside. `epoch` names one life of its process; empty until it was first seen."""
+    """The engine this agent stands beside. `epoch` names one life of its process; empty until it was first seen.
+
+    `numbers` are its adapters' numbers by name, where our door tells them.
+    """
 
     def __init__(self, client: VllmClient, stage_path: Path) -> None:
         self._client = client
@@ -27,11 +30,12 @@ class Engine:
         self.epoch = ""
         self.facts: EngineFacts | None = None
         self.base: dict[str, tuple[int, ...]] = {}
+        self.numbers: dict[str, int] = {}
 
     async def observe(self, *, timeout_s: float) -> list[str]:
         """Check that the engine lives, learn of a restart, and list what it holds of ours."""
         await self._client.alive(timeout_s=timeout_s)
-        epoch = await self._client.epoch()
+        epoch = await self._life()
         if epoch != self.epoch:
             self.facts = await self._client.facts()
             self.base = await asyncio.to_thread(base_shapes, Path(self.facts.root))
@@ -46,7 +50,7 @@ class Engine:
     async def load(self, name: str, path: Path, *, timeout_s: float) -> None:
         """EngineRefused or EngineUnavailable unless the engine lists the name with this path afterwards."""
         async with self._changing:
-            before = await self._client.epoch()
+            before = await self._life()
             if self.epoch and before != self.epoch:
                 raise EngineUnavailable("engine restarted and was not looked at since", version=name)
             failure: EngineRefused | EngineUnavailable | None = None
@@ -61,12 +65,25 @@ class Engine:
                 raise failure or EngineRefused("engine said it loaded and does not list it", status=200, version=name)
             if listed != str(path):
                 raise EngineRefused("engine has the name with another directory", status=409, version=name)
-            if await self._client.epoch() != before:
+            if await self._life() != before:
                 raise EngineUnavailable("engine restarted while it loaded", version=name)
 
     async def unload(self, name: str) -> None:
+        """Have the engine forget the name and, where it lets us, free what it held: by itself it keeps that."""
         async with self._changing:
+            await self._life()
             await self._client.unload(name)
+            number = self.numbers.pop(name, None)
+            if number is not None and self.facts is not None and self.facts.audits:
+                await self._client.drop(number)
+
+    async def _life(self) -> str:
+        """This life of the process, by our door's word where there is one, else by its start time."""
+        identity = await self._client.identity()
+        if identity is None:
+            return await self._client.epoch()
+        self.numbers = identity.numbers
+        return identity.life
 
 
 def base_shapes(root: Path) -> dict[str, tuple[int, ...]]:

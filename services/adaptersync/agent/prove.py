@@ -6,6 +6,7 @@ worker extension, weights of the base on this host) is not probed, and the verdi
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 from collections.abc import Sequence
@@ -32,16 +33,19 @@ class Prover:
         self._engine = engine
         self._scratch = scratch
         self._timeout_s = timeout_s
+        self._commissioning = asyncio.Lock()
         self._commissioned: tuple[str, Leg] = ("", UNKNOWN)
 
-    async def prove(self, name: str, manifest: Manifest, path: Path, *, previous: str | None, probe: Probe | None) -> Proof:
+    async def prove(self, name: str, manifest: Manifest, path: Path) -> Proof:
         """Judge a loaded version. Raises only when the engine does not answer."""
-        if self._commissioned[0] != self._engine.epoch:
-            self._commissioned = (self._engine.epoch, await self._commission())
+        async with self._commissioning:
+            epoch = self._engine.epoch
+            if self._commissioned[0] != epoch:
+                self._commissioned = (epoch, await self._commission())
         return conclude(
             commissioned=self._commissioned[1],
             content=await self._content(name, path),
-            behaviour=await self._behaviour(name, manifest, previous, probe),
+            behaviour=await self._behaviour(name, manifest),
         )
 
     async def _commission(self) -> Leg:
@@ -56,20 +60,22 @@ class Prover:
             leg = commission(await self._score(base, TOKENS), await self._score(name, TOKENS))
         except EngineRefused as error:
             leg = Leg(verdict="refuted", reason=f"canary could not be served: {error}")
-        await self._engine.remove(name)
+        await self._engine.unload(name)
         shutil.rmtree(path, ignore_errors=True)
         log.info("engine commissioned: %s", leg)
         return leg
 
     async def _content(self, name: str, path: Path) -> Leg:
         number = self._engine.numbers.get(name)
-        if number is None or not self._engine.audited:
+        if number is None or self._engine.facts is None or not self._engine.facts.audits:
             return Leg(verdict="not probed", reason="engine runs without our worker extension")
         workers = await self._client.audit(number, str(path), timeout_s=self._timeout_s)
         figures = {"workers": float(len(workers)), "tensors": float(sum(worker.compared for worker in workers))}
         for index, worker in enumerate(workers):
             if worker.error:
-                return Leg(verdict="not probed", reason=f"worker {index} could not look: {worker.error}", figures=figures)
+                return Leg(
+                    verdict="not probed", reason=f"worker {index} could not look: {worker.error}", figures=figures
+                )
             if not worker.resident:
                 return Leg(verdict="refuted", reason=f"worker {index} does not hold it", figures=figures)
             if worker.differing:
@@ -82,16 +88,15 @@ class Prover:
                 return Leg(verdict="refuted", reason=reason, figures=figures)
         return Leg(verdict="proved", figures=figures)
 
-    async def _behaviour(self, name: str, manifest: Manifest, previous: str | None, probe: Probe | None) -> Leg:
+    async def _behaviour(self, name: str, manifest: Manifest) -> Leg:
         facts = self._engine.facts
         if facts is None:
             return Leg(verdict="not probed")
-        tokens = probe.tokens if probe else TOKENS
+        probe = manifest.probe or Probe(tokens=TOKENS)
         return behave(
-            base=await self._score(facts.base_model, tokens),
-            version=await self._score(name, tokens),
-            previous=await self._score(previous, tokens) if previous else None,
-            deltas=probe.deltas if probe else (),
+            base=await self._score(facts.base_model, probe.tokens),
+            version=await self._score(name, probe.tokens),
+            deltas=probe.deltas,
             noop=manifest.shape.noop,
         )
 

@@ -30,9 +30,10 @@ def plan(
 ) -> Plan:
     """`busy` versions are being brought in already; `resting` ones were refused a moment ago and are left alone."""
     said = {name for name, ack in acks.items() if ack.accepted and ack.engine_epoch == engine_epoch}
+    idle = {*busy, *resting}
     return Plan(
-        bring=tuple(name for name in wanted if name not in loaded and name not in busy and name not in resting),
-        confirm=tuple(name for name in wanted if name in loaded and name not in said and name not in busy),
+        bring=tuple(name for name in wanted if name not in loaded and name not in idle),
+        confirm=tuple(name for name in wanted if name in loaded and name not in said | idle),
         unload=tuple(sorted(name for name in loaded if name not in wanted)),
         cancel=tuple(sorted(name for name in busy if name not in wanted)),
         forget=tuple(sorted(name for name in acks if name not in wanted)),

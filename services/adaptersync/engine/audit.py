@@ -1,9 +1,10 @@
 """What a vLLM worker really holds, compared with what a verified file says it must hold.
 
 vLLM mixes this class into its worker (`--worker-extension-cls adaptersync.engine.audit.Auditor`); `/collective_rpc`
-calls it in every worker. `audit` reads the adapter's file again, makes of it what belongs in this worker (dtype, scaling
-by alpha, packing of q/k/v and gate/up, the shard of a tensor-parallel worker) and compares that, bit by bit, with the
-device slot the next forward pass will read. A load that went wrong without a word is found at any size of the adapter.
+calls it in every worker. `adaptersync_audit` reads the adapter's file again, makes of it what belongs in this worker
+(dtype, scaling by alpha, packing of q/k/v and gate/up, the shard of a tensor-parallel worker) and compares that, bit by
+bit, with the device slot the next forward pass will read. A load that went wrong without a word is found at any size of
+the adapter.
 
 An exception here would end the whole server, so every method answers with plain data, `error` among it.
 """

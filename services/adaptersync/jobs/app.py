@@ -14,7 +14,7 @@ import msgspec
 from rq import Queue, Worker
 from rq.serializers import JSONSerializer
 
-from adaptersync_core.config import ENVIRONMENT, Config
+from adaptersync_core.config import ENVIRONMENT, Config, as_text
 from adaptersync_core.queue import queue_name
 from adaptersync_core.redis import rq_connection, translated
 from adaptersync_core.telemetry import configure_logging
@@ -48,7 +48,7 @@ def run_worker(config: Config) -> None:
 def environment(config: Config) -> dict[str, str]:
     """The settings as variables; they win over any file."""
     return {
-        f"{ENVIRONMENT}{section}__{key}".upper(): str(value)
+        f"{ENVIRONMENT}{section}__{key}".upper(): as_text(value)
         for section, fields in msgspec.to_builtins(config).items()
         for key, value in fields.items()
     }

@@ -39,6 +39,9 @@ class Server(VllmClient):
     async def alive(self, *, timeout_s: float) -> None:
         pass
 
+    async def identity(self) -> None:
+        """Has no door."""
+
     async def epoch(self) -> str:
         return self.life
 

@@ -1,7 +1,8 @@
 """Settings: defaults, then a TOML file, then the environment; checked before anything starts.
 
-A setting `[router] port` is `ADAPTERSYNC_ROUTER__PORT` in the environment, which wins over the file. The file is named
-by `--config`, else by `ADAPTERSYNC_CONFIG`, else there is none. A wrong or unknown key is an error that names it.
+A setting `[router] port` is `ADAPTERSYNC_ROUTER__PORT` in the environment, which wins over the file; there a list is
+written with commas. The file is named by `--config`, else by `ADAPTERSYNC_CONFIG`, else there is none. A wrong or
+unknown key is an error that names it.
 """
 
 from __future__ import annotations
@@ -184,6 +185,7 @@ def load_config(
         section, _, key = dotted.partition(".")
         if value is not None:
             _set(settings, section, key, value)
+    _split_lists(settings)
     try:
         config = msgspec.convert(settings, Config, strict=False)
     except msgspec.ValidationError as error:
@@ -212,6 +214,21 @@ def _set(settings: dict[str, Any], section: str, key: str, value: Any) -> None:
     if not isinstance(values, dict):
         raise ConfigError("setting is wrong: a section is a table of settings", key=section)
     values[key] = value
+
+
+def as_text(value: str | float | tuple[str, ...]) -> str:
+    """A setting's value as the environment has it."""
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _split_lists(settings: dict[str, Any]) -> None:
+    """A list from the environment or an option is text."""
+    for section in msgspec.structs.fields(Config):
+        values = settings.get(section.name)
+        for field in msgspec.structs.fields(section.type):
+            text = values.get(field.name) if isinstance(values, dict) else None
+            if isinstance(field.default, tuple) and isinstance(text, str):
+                _set(settings, section.name, field.name, [part.strip() for part in text.split(",") if part.strip()])
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -46,6 +46,14 @@ def parse_adapter_id(text: str) -> VersionName:
     return VersionName(found["run"], int(found["seq"]), found["digest"])
 
 
+def is_adapter_id(text: str) -> bool:
+    try:
+        parse_adapter_id(text)
+    except NameInvalid:
+        return False
+    return True
+
+
 def check_name(kind: str, name: str) -> str:
     """`name` itself if it may name a `kind` (run, replica, group); such names are safe in paths and Redis keys."""
     if not _NAME.fullmatch(name) or ".." in name:

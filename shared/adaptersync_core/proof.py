@@ -15,7 +15,7 @@ is a significance test and may end without a verdict. Content does not depend on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
+from math import isfinite, sqrt
 from typing import Literal
 
 from msgspec import Struct
@@ -23,6 +23,10 @@ from msgspec import Struct
 Verdict = Literal["proved", "refuted", "below noise", "not probed"]
 
 SIGNIFICANT = 5.0  # standard errors by which an effect must stand out before it proves or refutes anything
+SCORED = 16  # fewest tokens whose differences are worth a test: the noise is estimated from them
+ROUNDING = 0.058  # log-probability a token, root mean square: what rounding adds to a difference in a bfloat16 engine
+FINE_ROUNDING = 2e-5  # the same in a float32 engine
+UNEXPLAINED = 5 * ROUNDING  # no engine's rounding comes to this
 CANARY_EFFECT = 0.3  # log-probability a token, root mean square; five times a bfloat16 engine's noise
 
 
@@ -34,6 +38,12 @@ class Probe(Struct, frozen=True, kw_only=True):
 
     tokens: tuple[int, ...]
     deltas: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) < 2 or len(self.deltas) not in (0, len(self.tokens) - 1):
+            raise ValueError("a probe has two tokens at least, and a difference for each but the first, or none")
+        if not all(isfinite(delta) for delta in self.deltas):
+            raise ValueError("a probe's differences are finite")
 
 
 class Leg(Struct, frozen=True, kw_only=True):
@@ -68,23 +78,29 @@ def commission(base: Sequence[float], canary: Sequence[float]) -> Leg:
     return Leg(verdict="proved", figures={"effect": effect})
 
 
-def behave(*, base: Sequence[float], version: Sequence[float], deltas: Sequence[float], noop: bool) -> Leg:
+def behave(*, base: Sequence[float], version: Sequence[float], deltas: Sequence[float], noop: bool, dtype: str) -> Leg:
     """Compare differences of log-probabilities; all sequences score the same tokens.
 
     The engine's differences d are fitted to the trainer's t as d = slope * t + noise. The right adapter has slope 1,
-    the base slope 0, another one anything; the slope's standard error is noise / |t|.
+    the base slope 0, another one anything; the slope's standard error is noise / |t|. What is left over must be as
+    small as rounding: large differences are not linear in an adapter's size, so a slope alone would let one pass.
+    And it counts as no smaller than rounding: `dtype`, the engine's, hides a small adapter without leaving a trace.
     """
     seen = [a - b for a, b in zip(version, base, strict=True)]
     figures = {"tokens": float(len(seen)), "effect": rms(seen)}
     if noop:
         return Leg(verdict="below noise", reason="the adapter changes nothing by its own manifest", figures=figures)
-    if deltas:
-        power = sum(t * t for t in deltas)
-        slope = sum(d * t for d, t in zip(seen, deltas, strict=True)) / power if power else 0.0
-        noise = rms([d - slope * t for d, t in zip(seen, deltas, strict=True)])
-        error = noise / sqrt(power) if power else float("inf")
-        figures |= {"expected": rms(deltas), "slope": slope, "noise": noise, "error": error}
-        if error * SIGNIFICANT > 1.0:
+    expected, power = rms(deltas), sum(t * t for t in deltas)
+    if power:
+        slope = sum(d * t for d, t in zip(seen, deltas, strict=True)) / power
+        rest = sum((d - slope * t) ** 2 for d, t in zip(seen, deltas, strict=True))
+        noise = sqrt(rest / max(len(seen) - 1, 1))
+        error = max(noise, FINE_ROUNDING if dtype == "float32" else ROUNDING) / sqrt(power)
+        figures |= {"expected": expected, "slope": slope, "noise": noise, "error": error}
+        if len(seen) >= SCORED and noise > max(UNEXPLAINED, 0.5 * expected):
+            reason = f"answers differ from the trainer's by {noise:.2f} a token, which no rounding explains"
+            return Leg(verdict="refuted", reason=reason, figures=figures)
+        if len(seen) < SCORED or error * SIGNIFICANT > 1.0:
             return Leg(
                 verdict="below noise", reason="the trainer's differences drown in the engine's noise", figures=figures
             )
@@ -98,7 +114,7 @@ def behave(*, base: Sequence[float], version: Sequence[float], deltas: Sequence[
     if list(version) == list(base):
         return Leg(verdict="below noise", reason="answers are the base's to the last bit", figures=figures)
     return Leg(
-        verdict="below noise", reason="answers changed; the trainer gave nothing to compare them with", figures=figures
+        verdict="below noise", reason="answers changed, and there is nothing to compare them with", figures=figures
     )
 
 

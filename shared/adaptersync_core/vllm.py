@@ -10,7 +10,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -25,11 +25,13 @@ TOKEN_HEADER = "x-adaptersync-token"  # noqa: S105 - the name of a header
 WORKER_EXTENSION = "adaptersync.engine.audit.Auditor"
 ANSWER_LIMIT = 16 << 20  # bytes of one control answer
 
+T = TypeVar("T")
+
 
 class EngineFacts(Struct, frozen=True, kw_only=True):
-    """What a server is. A limit of 0 means that it does not say (no development mode).
+    """What a server is. A limit of 0, or no dtype or device, means that it does not say (no development mode).
 
-    `audits` says that its workers carry our extension: asked for a method it lacks, vLLM ends.
+    `audits` says that its workers carry our extension.
     """
 
     base_model: str
@@ -40,6 +42,8 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     max_cpu_loras: int
     max_lora_rank: int
     version: str
+    dtype: str = ""
+    device: str = ""
     audits: bool = False
 
 
@@ -81,11 +85,43 @@ class _ParallelConfig(Struct, frozen=True, kw_only=True):
     worker_extension_cls: str = ""
 
 
+class _ModelConfig(Struct, frozen=True, kw_only=True):
+    dtype: str | None = None
+
+
+class _DeviceConfig(Struct, frozen=True, kw_only=True):
+    device: str | None = None
+
+
 class _ServerConfig(Struct, frozen=True, kw_only=True):
     """What `/server_info` says, as far as it matters here."""
 
     lora_config: _LoraConfig | None = None
     parallel_config: _ParallelConfig | None = None
+    model_config: _ModelConfig = _ModelConfig()
+    device_config: _DeviceConfig = _DeviceConfig()
+
+
+class Held(Struct, frozen=True, kw_only=True):
+    """Numbers of the adapters one worker has in memory, least recently used first, and how many fit.
+
+    `scores` says that prompts may be scored beside other requests without ending the server.
+    """
+
+    error: str = ""
+    registered: tuple[int, ...] = ()
+    active: tuple[int, ...] = ()
+    capacity: int = 0
+    slots: int = 0
+    scores: bool = False
+
+
+class Dropped(Struct, frozen=True, kw_only=True):
+    """Whether one worker freed an adapter; it keeps one that requests are `running` on."""
+
+    error: str = ""
+    dropped: bool = False
+    running: int = 0
 
 
 class VllmClient:
@@ -152,18 +188,29 @@ class VllmClient:
             if error.status == 404:
                 return None
             raise
-        return Identity(life=told["life"], numbers={name: entry["number"] for name, entry in told["adapters"].items()})
+        try:
+            numbers = {name: int(entry["number"]) for name, entry in told["adapters"].items()}
+            return Identity(life=str(told["life"]), numbers=numbers)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise EngineRefused(f"identity cannot be read: {error!r}", status=200, engine=self.url) from error
 
     async def audit(self, number: int, path: str, *, timeout_s: float) -> list[Audit]:
         """Have every worker compare slot and file; only where `EngineFacts.audits`."""
-        return msgspec.convert(await self._rpc("adaptersync_audit", number, path, timeout_s=timeout_s), list[Audit])
+        return await self._rpc("adaptersync_audit", number, path, answer=Audit, timeout_s=timeout_s)
+
+    async def held(self) -> list[Held]:
+        """What every worker has in memory; only where `EngineFacts.audits`."""
+        return await self._rpc("adaptersync_held", answer=Held, timeout_s=self._timeout_s)
 
     async def drop(self, number: int) -> None:
-        """Free what an unloaded name left in the engine; only where `EngineFacts.audits`."""
-        await self._rpc("adaptersync_drop", number, timeout_s=self._timeout_s)
+        """Free what an unloaded name left in the engine, unless a request is running on it; where it audits."""
+        await self._rpc("adaptersync_drop", number, answer=Dropped, timeout_s=self._timeout_s)
 
     async def logprobs(self, model: str, tokens: Sequence[int], *, timeout_s: float) -> list[float]:
-        """Log-probabilities of tokens[1:], on the path that rollouts use, without a prefix that was cached before."""
+        """Log-probabilities of tokens[1:], on the path that rollouts use, without a prefix that was cached before.
+
+        Only where `Held.scores`: a vLLM with LoRA on its head ends when it scores a prompt beside another request.
+        """
         body = {
             "model": model,
             "prompt": list(tokens),
@@ -172,9 +219,12 @@ class VllmClient:
             "prompt_logprobs": 0,
             "cache_salt": secrets.token_hex(8),
         }
-        answer = orjson.loads(await self._call("POST", "/v1/completions", json=body, timeout_s=timeout_s))
-        scored = answer["choices"][0]["prompt_logprobs"][1:]
-        return [place[str(token)]["logprob"] for token, place in zip(tokens[1:], scored, strict=True)]
+        text = await self._call("POST", "/v1/completions", json=body, timeout_s=timeout_s)
+        try:
+            scored = orjson.loads(text)["choices"][0]["prompt_logprobs"][1:]
+            return [float(place[str(token)]["logprob"]) for token, place in zip(tokens[1:], scored, strict=True)]
+        except (ValueError, LookupError, TypeError) as error:
+            raise EngineRefused(f"log-probabilities cannot be read: {error!r}", status=200, engine=self.url) from error
 
     async def metrics(self) -> list[tuple[str, dict[str, str], float]]:
         """Prometheus samples: name, labels, value."""
@@ -183,6 +233,11 @@ class VllmClient:
             return [(m["name"], dict(_LABEL.findall(m["labels"] or "")), float(m["value"])) for m in found]
         except ValueError as error:
             raise EngineRefused(f"metrics cannot be read: {error}", status=200, engine=self.url) from error
+
+    async def busy(self) -> bool:
+        """Whether a request is running or waiting."""
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        return any(value > 0 for name, _, value in await self.metrics() if name in names)
 
     async def facts(self) -> EngineFacts:
         cards = await self._cards()
@@ -213,6 +268,8 @@ class VllmClient:
             max_cpu_loras=lora.max_cpu_loras or lora.max_loras or 0,
             max_lora_rank=lora.max_lora_rank or 0,
             version=str(version.get("version", "")),
+            dtype=(config.model_config.dtype or "").removeprefix("torch."),
+            device=config.device_config.device or "",
             audits=config.parallel_config is not None
             and config.parallel_config.worker_extension_cls == WORKER_EXTENSION,
         )
@@ -224,12 +281,14 @@ class VllmClient:
         except msgspec.ValidationError as error:
             raise EngineRefused(f"models cannot be read: {error}", status=200, engine=self.url) from error
 
-    async def _rpc(self, method: str, *arguments: str | int, timeout_s: float) -> list[Any]:
+    async def _rpc(self, method: str, *arguments: str | int, answer: type[T], timeout_s: float) -> list[T]:
+        """One answer from every worker. A call that goes wrong inside one may end the server."""
         body = {"method": method, "args": list(arguments)}
-        results: list[Any] = orjson.loads(await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s))[
-            "results"
-        ]
-        return results
+        text = await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)
+        try:
+            return msgspec.json.decode(text, type=dict[str, list[answer]])["results"]  # type: ignore[valid-type]
+        except (msgspec.MsgspecError, KeyError) as error:
+            raise EngineRefused(f"{method} cannot be read: {error}", status=200, engine=self.url) from error
 
     async def _json(self, method: str, path: str, *, params: Mapping[str, str] | None = None) -> dict[str, Any]:
         text = await self._call(method, path, params=params)
@@ -250,7 +309,7 @@ class VllmClient:
         timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
         try:
             async with self._session.request(
-                method, self.url + path, params=params, json=json, timeout=timeout
+                method, self.url + path, params=params, json=json, headers=self._headers, timeout=timeout
             ) as answer:
                 body = bytearray()
                 async for chunk in answer.content.iter_any():
@@ -263,6 +322,12 @@ class VllmClient:
             raise EngineUnavailable(f"engine does not answer {path}: {reason}", engine=self.url) from error
         if answer.status != 200:
             kind, message = _error(text)
+            if (answer.status, kind) == (403, "PermissionDenied"):  # says nothing of a version; a newer agent may speak
+                raise EngineUnavailable(
+                    "engine's door is closed to this token",
+                    next_step="check agent.token_file; if another agent stands beside this engine, stop one",
+                    engine=self.url,
+                )
             raise EngineRefused(message, status=answer.status, kind=kind, engine=self.url)
         return text
 

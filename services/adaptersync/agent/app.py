@@ -182,6 +182,8 @@ class Agent:
         else:
             self._refused[name] = time.monotonic() + REST_S
             log.warning("refuses %s: %s", name, ack.reason)
+            if ack.proof.verdict == "refuted":  # not to be served by mistake, and to be read anew next time
+                await self._engine.unload(name)
 
     async def _bring(self, name: str) -> tuple[Manifest, dict[str, float]]:
         manifest = await self._registry.manifest(name)

@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 
 from adaptersync_core.errors import AdapterInvalid, EngineRefused, EngineUnavailable
+from adaptersync_core.identity import is_adapter_id
 from adaptersync_core.tensors import read_header
 from adaptersync_core.vllm import EngineFacts, VllmClient
 
@@ -20,7 +21,6 @@ log = logging.getLogger(__name__)
 class Engine:
     """The engine this agent stands beside. `epoch` names one life of its process; empty until it was first seen.
 
-    `numbers` are its adapters' numbers by name, where our door tells them.
     `unsettled` are loads that this life of the engine may still be at: nobody waited for their end, or none was heard
     of. Their files must stay: an engine that misses one while it reads ends.
     """
@@ -32,7 +32,6 @@ class Engine:
         self.epoch = ""
         self.facts: EngineFacts | None = None
         self.base: dict[str, tuple[int, ...]] = {}
-        self.numbers: dict[str, int] = {}
         self.unsettled: set[str] = set()
 
     async def observe(self, *, timeout_s: float) -> list[str]:
@@ -54,8 +53,11 @@ class Engine:
         return await self.loaded()
 
     async def loaded(self) -> list[str]:
+        """Versions of ours that the engine lists; a canary is none."""
         listed = await self._client.adapters()
-        return sorted(name for name, root in listed.items() if root == str(self._stage_path / name))
+        return sorted(
+            name for name, root in listed.items() if root == str(self._stage_path / name) and is_adapter_id(name)
+        )
 
     async def load(self, name: str, path: Path, *, timeout_s: float) -> None:
         """EngineRefused or EngineUnavailable unless the engine lists the name with this path afterwards."""
@@ -77,6 +79,7 @@ class Engine:
             if isinstance(failure, EngineRefused) and failure.status >= 500:
                 await self._client.alive(timeout_s=timeout_s)  # the last words of a dying engine are no refusal
             if listed is None:
+                await self._free()
                 raise failure or EngineRefused("engine said it loaded and does not list it", status=200, version=name)
             if listed != str(path):
                 raise EngineRefused("engine has the name with another directory", status=409, version=name)
@@ -84,22 +87,49 @@ class Engine:
                 raise EngineUnavailable("engine restarted while it loaded", version=name)
 
     async def unload(self, name: str) -> None:
-        """Have the engine forget a listed name (so its load has ended) and, where it lets us, free what it held."""
+        """Have the engine forget a listed name (so its load has ended) and, where it lets us, free what has no name."""
         async with self._changing:
-            await self._life()
             await self._client.unload(name)
             self.unsettled.discard(name)
-            number = self.numbers.pop(name, None)
-            if number is not None and self.facts is not None and self.facts.audits:
-                await self._client.drop(number)
+            await self._free()
+
+    async def numbers(self) -> dict[str, int]:
+        """Under which number the workers know each name; empty where we cannot look into the workers."""
+        if self.facts is None or not self.facts.audits:
+            return {}
+        identity = await self._client.identity()
+        return identity.numbers if identity else {}
+
+    async def resident(self) -> set[str]:
+        """Names whose adapter every worker has in memory: the engine lists those that it evicted, too."""
+        numbers = await self.numbers()
+        held = [set(worker.registered) for worker in await self._client.held()] if numbers else []
+        return {name for name, number in numbers.items() if all(number in worker for worker in held)}
+
+    async def scores(self) -> bool:
+        """Whether prompts may be scored; not where that could end the server, nor where we cannot look."""
+        if self.facts is None or not self.facts.audits:
+            return False
+        return all(worker.scores for worker in await self._client.held())
+
+    async def _free(self) -> None:
+        """Drop what no name leads to: unloaded versions, canaries, and what failed loads left.
+
+        Not while a load may still be under way: it is in the workers before it has its name.
+        """
+        if self.unsettled:
+            return
+        identity = await self._client.identity()
+        if identity is None or self.facts is None or not self.facts.audits:
+            return
+        held = {number for worker in await self._client.held() for number in worker.registered}
+        for number in sorted(held - set(identity.numbers.values())):
+            await self._client.drop(number)
 
     async def _life(self) -> str:
         """This life of the process, by our door's word where there is one, else by its start time."""
         identity = await self._client.identity()
-        if identity is None:
-            return await self._client.epoch()
-        self.numbers = identity.numbers
-        return identity.life
+        return identity.life if identity else await self._client.epoch()
 
 
 def base_shapes(root: Path) -> dict[str, tuple[int, ...]]:

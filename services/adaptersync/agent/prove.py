@@ -7,6 +7,7 @@ worker extension, weights of the base on this host) is not probed, and the verdi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 from collections.abc import Sequence
@@ -21,12 +22,24 @@ from adaptersync_core.vllm import VllmClient
 
 TOKENS = tuple(range(3, 67))  # what is scored when the trainer gave no probe: any tokens do, if they are the same
 UNKNOWN = Leg(verdict="not probed", reason="base weights are not on this host, so there is no canary")
+UNSCORED = Leg(
+    verdict="not probed",
+    reason="engine cannot score prompts safely: start vLLM with our worker extension, and with --lora-target-modules "
+    "where it would put LoRA on the model's head",
+)
+MIXED = Leg(
+    verdict="not probed",
+    reason="engine is busy: on a CPU, vLLM answers for the base with an adapter's values if both are in one batch",
+)
 
 log = logging.getLogger(__name__)
 
 
 class Prover:
-    """Experiments on one engine. Commissioning is done once in each life of it, before anything is acknowledged."""
+    """Experiments on one engine. It is commissioned once in each life, before anything is acknowledged.
+
+    An engine that failed the canary gets another chance with the next version: what failed may have passed.
+    """
 
     def __init__(self, client: VllmClient, engine: Engine, scratch: Path, *, timeout_s: float) -> None:
         self._client = client
@@ -34,41 +47,52 @@ class Prover:
         self._scratch = scratch
         self._timeout_s = timeout_s
         self._commissioning = asyncio.Lock()
+        self._scoring = asyncio.Lock()
         self._commissioned: tuple[str, Leg] = ("", UNKNOWN)
 
     async def prove(self, name: str, manifest: Manifest, path: Path) -> Proof:
         """Judge a loaded version. Raises only when the engine does not answer."""
         async with self._commissioning:
             epoch = self._engine.epoch
+            commissioned = self._commissioned[1]
             if self._commissioned[0] != epoch:
-                self._commissioned = (epoch, await self._commission())
+                commissioned = await self._commission()
+                if commissioned.verdict != "refuted":
+                    self._commissioned = (epoch, commissioned)
         return conclude(
-            commissioned=self._commissioned[1],
+            commissioned=commissioned,
             content=await self._content(name, path),
             behaviour=await self._behaviour(name, manifest),
         )
 
     async def _commission(self) -> Leg:
+        if not await self._engine.scores():
+            return UNSCORED
         name = f"canary-{self._engine.epoch}"
         path = self._scratch / name
         if not write_canary(path, self._engine.base):
             return UNKNOWN
         facts = self._engine.facts
         base = facts.base_model if facts else ""
+        resident = await self._engine.resident()
         try:
+            before = await self._score(base, TOKENS)
             await self._engine.load(name, path, timeout_s=self._timeout_s)
-            leg = commission(await self._score(base, TOKENS), await self._score(name, TOKENS))
+            leg = commission(before, await self._score(name, TOKENS))
         except EngineRefused as error:
             leg = Leg(verdict="refuted", reason=f"canary could not be served: {error}")
         await self._engine.unload(name)
         shutil.rmtree(path, ignore_errors=True)
+        for evicted in resident - {name} - await self._engine.resident():
+            with contextlib.suppress(EngineRefused):  # it may have been unloaded meanwhile
+                await self._score(evicted, TOKENS[:1])  # the canary took its place; asked for, it is read again
         log.info("engine commissioned: %s", leg)
         return leg
 
     async def _content(self, name: str, path: Path) -> Leg:
-        number = self._engine.numbers.get(name)
-        if number is None or self._engine.facts is None or not self._engine.facts.audits:
-            return Leg(verdict="not probed", reason="engine runs without our worker extension")
+        number = (await self._engine.numbers()).get(name)
+        if number is None:
+            return Leg(verdict="not probed", reason="engine runs without our door and worker extension")
         workers = await self._client.audit(number, str(path), timeout_s=self._timeout_s)
         figures = {"workers": float(len(workers)), "tensors": float(sum(worker.compared for worker in workers))}
         for index, worker in enumerate(workers):
@@ -90,15 +114,22 @@ class Prover:
 
     async def _behaviour(self, name: str, manifest: Manifest) -> Leg:
         facts = self._engine.facts
-        if facts is None:
-            return Leg(verdict="not probed")
+        if facts is None or not await self._engine.scores():
+            return UNSCORED
         probe = manifest.probe or Probe(tokens=TOKENS)
-        return behave(
-            base=await self._score(facts.base_model, probe.tokens),
-            version=await self._score(name, probe.tokens),
-            deltas=probe.deltas,
-            noop=manifest.shape.noop,
-        )
+        async with self._scoring:
+            if facts.device == "cpu" and await self._client.busy():
+                return MIXED
+            try:
+                base = await self._score(facts.base_model, probe.tokens)
+            except EngineRefused as error:
+                return Leg(verdict="not probed", reason=f"engine does not score the probe: {error}")
+            try:
+                version = await self._score(name, probe.tokens)
+            except EngineRefused as error:
+                return Leg(verdict="refuted", reason=f"engine does not answer under its name: {error}")
+        noop = manifest.shape.noop
+        return behave(base=base, version=version, deltas=probe.deltas, noop=noop, dtype=facts.dtype)
 
     async def _score(self, model: str, tokens: Sequence[int]) -> list[float]:
         return await self._client.logprobs(model, tokens, timeout_s=self._timeout_s)

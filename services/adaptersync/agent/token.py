@@ -26,5 +26,6 @@ def new_token(file: str) -> str:
             out.write(token)
         scratch.rename(path)
     except OSError as error:
+        scratch.unlink(missing_ok=True)
         raise ConfigError(f"token cannot be written: {error.strerror}", key="agent.token_file", path=file) from error
     return token

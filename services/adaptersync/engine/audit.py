@@ -6,7 +6,7 @@ calls it in every worker. `adaptersync_audit` reads the adapter's file again, ma
 bit, with the device slot the next forward pass will read. A load that went wrong without a word is found at any size of
 the adapter.
 
-An exception here would end the whole server, so every method answers with plain data, `error` among it.
+A call that goes wrong inside a worker may end the server, so every method answers with plain data, `error` among it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,18 @@ def _answers(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
 
 
 class Auditor:
-    """Mixed into vLLM's worker. Names begin with `adaptersync_` because the worker may not have them already."""
+    """Mixed into vLLM's worker, which must not have a method of the same name: hence `adaptersync_`."""
 
     model_runner: Any
 
     @_answers
     def adaptersync_held(self) -> dict[str, Any]:
-        """Numbers of the adapters this worker has registered, least recently used first, and its limits."""
+        """Numbers of the adapters this worker has registered, least recently used first, and its limits.
+
+        `scores` is false where vLLM has made the model's head ready for LoRA, as it does for Llama and Qwen3 unless
+        `--lora-target-modules` names other modules: log-probabilities of a prompt, asked for beside any other request,
+        then end the server.
+        """
         manager = self._adaptersync_manager()
         registered = list(manager.list_adapters())
         return {
@@ -49,12 +54,19 @@ class Auditor:
             "active": [number for number in manager.lora_index_to_id if number is not None],
             "capacity": manager.capacity,
             "slots": manager.lora_slots,
+            "scores": not any("lm_head" in name for name in manager.modules),
         }
 
     @_answers
     def adaptersync_drop(self, number: int) -> dict[str, Any]:
-        """Free what an unloaded name, a failed load or a canary left behind."""
-        return {"dropped": bool(self.model_runner.lora_manager.remove_adapter(number))}
+        """Free what an unloaded name, a failed load or a canary left behind.
+
+        Not while a request is running on it: the next step would read its files again, and end the server without them.
+        """
+        running = len(self.model_runner.input_batch.lora_id_to_request_ids.get(number, ()))
+        if running:
+            return {"dropped": False, "running": running}
+        return {"dropped": bool(self.model_runner.lora_manager.remove_adapter(number)), "running": 0}
 
     @_answers
     def adaptersync_audit(self, number: int, directory: str) -> dict[str, Any]:
@@ -99,16 +111,27 @@ def _slots(
     """(tensor name, what must be in the slot or None for nothing, what is in the slot) of every module."""
     for module_name, module in manager.modules.items():
         parts = manager.packed_modules.get(module_name, [module_name])
+        stacked_a, stacked_b = _stacked(module.lora_a_stacked), _stacked(module.lora_b_stacked)
         mine = [pairs.get(part) for part in parts]
         used.update(part for part, pair in zip(parts, mine, strict=True) if pair is not None)
-        a = [None if pair is None else pair["lora_A"].to(module.lora_a_stacked[0].dtype) for pair in mine]
-        b = [None if pair is None else _scaled(pair, module.lora_b_stacked[0].dtype) for pair in mine]
-        if module.tp_size > 1:
+        a = [None if pair is None else pair["lora_A"].to(stacked_a[0].dtype) for pair in mine]
+        b = [None if pair is None else _scaled(pair, stacked_b[0].dtype) for pair in mine]
+        if getattr(module, "tp_size", 1) > 1:
             # the layer's own cut: how a tensor is sharded is its business, that it is the right tensor is ours
             a, b = (_cut(module.slice_lora_a, a), _cut(module.slice_lora_b, b))
         for index, part in enumerate(parts):
-            yield f"{part}.lora_A", a[index], module.lora_a_stacked[index][slot, 0]
-            yield f"{part}.lora_B", b[index], module.lora_b_stacked[index][slot, 0]
+            yield f"{part}.lora_A", a[index], _held(stacked_a[index][slot])
+            yield f"{part}.lora_B", b[index], _held(stacked_b[index][slot])
+
+
+def _stacked(slots: Any) -> tuple[Any, ...]:
+    """Linear layers keep a tensor for each part they pack; the embedding and the head keep one."""
+    return slots if isinstance(slots, tuple) else (slots,)
+
+
+def _held(slot: Any) -> Any:
+    """One slot as a matrix; the embedding's A lies there turned over."""
+    return slot[0] if slot.dim() == 3 else slot.T
 
 
 def _cut(cut: Callable[[Any], Any], tensors: list[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ import hmac
 import json
 import os
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,14 @@ OPEN = frozenset(
     }
 )
 TOKEN_BYTES = 4096  # largest token file
+REFUSAL = {
+    "error": {
+        "message": "this call needs the token of the replica's agent",
+        "type": "PermissionDenied",
+        "param": None,
+        "code": 403,
+    }
+}
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -58,21 +66,12 @@ class Door:
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
-        elif not self._may_pass(scope):
-            await _answer(send, 403, {"error": _error("this call needs the token of the replica's agent")})
+        elif not shows_token([value for name, value in scope["headers"] if name == TOKEN_HEADER], self._file):
+            await _answer(send, 403, REFUSAL)
         elif scope["path"] == IDENTITY:
             await _answer(send, 200, self._identity(scope))
         else:
             await self._app(scope, receive, send)
-
-    def _may_pass(self, scope: Scope) -> bool:
-        shown = [value for name, value in scope["headers"] if name == TOKEN_HEADER]
-        try:
-            with self._file.open("rb") as file:
-                present = file.read(TOKEN_BYTES).strip()
-        except OSError:
-            return False
-        return len(shown) == 1 and bool(present) and hmac.compare_digest(shown[0], present)
 
     def _identity(self, scope: Scope) -> dict[str, Any]:
         requests = scope["app"].state.openai_serving_models.lora_requests
@@ -80,8 +79,17 @@ class Door:
         return {"life": self._life, "pid": os.getpid(), "adapters": adapters}
 
 
-def _error(message: str) -> dict[str, Any]:
-    return {"message": message, "type": "PermissionDenied", "param": None, "code": 403}
+def shows_token(shown: Sequence[bytes], file: Path) -> bool:
+    """Whether a call's token headers are exactly one, the present one. Without a readable token nobody has it."""
+    try:
+        with file.open("rb") as opened:
+            present = opened.read(TOKEN_BYTES + 1)
+    except OSError:
+        return False
+    if len(present) > TOKEN_BYTES:  # no token of ours
+        return False
+    present = present.strip()
+    return len(shown) == 1 and bool(present) and hmac.compare_digest(shown[0], present)
 
 
 async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:

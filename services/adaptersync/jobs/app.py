@@ -17,7 +17,7 @@ from rq import Queue, Worker
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
-from adaptersync_core.config import Config, variable
+from adaptersync_core.config import Config, as_text, variable
 from adaptersync_core.errors import ControlError
 from adaptersync_core.queue import VERIFY, queue_name
 from adaptersync_core.redis import rq_connection, translated
@@ -76,7 +76,7 @@ def run_worker(config: Config) -> None:
 def environment(config: Config) -> dict[str, str]:
     """The settings as variables; they win over any file."""
     return {
-        variable(f"{section}.{key}"): str(value)
+        variable(f"{section}.{key}"): as_text(value)
         for section, fields in msgspec.to_builtins(config).items()
         for key, value in fields.items()
     }

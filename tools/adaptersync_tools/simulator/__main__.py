@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from adaptersync_core.vllm import WORKER_EXTENSION
 from adaptersync_tools.simulator.adapter_files import BaseModel
 from adaptersync_tools.simulator.engine import EngineConfig
 from adaptersync_tools.simulator.http import Simulator, SimulatorConfig, serving
@@ -45,6 +46,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--stop-probability", type=float, default=0.0, help="that a token ends the answer before max_tokens")
     add("--enable-request-id-headers", action="store_true")
+    add(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16 rounds log-probabilities coarsely"
+    )
+    add("--lora-on-head", action="store_true", help="as vLLM for Llama and Qwen3: scoring a prompt may end the server")
+    add("--worker-extension-cls", choices=("", WORKER_EXTENSION), default="", help="our auditor in the worker")
+    add("--token-file", type=Path, help="put our door before the server, with the token in this file")
     add("--no-dev-mode", action="store_true", help="leave out the routes behind VLLM_SERVER_DEV_MODE")
     add("--death-grace-s", type=float, default=0.5, help="from the engine's death to the end of the process")
     return parser
@@ -70,11 +77,15 @@ def _config(options: argparse.Namespace) -> SimulatorConfig:
             num_blocks=options.num_blocks,
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs,
+            dtype=options.dtype,
+            lora_on_head=options.lora_on_head,
             stop_probability=options.stop_probability,
             base=BaseModel.from_directory(directory) if directory else None,
         ),
         latency=msgspec.json.decode(options.latency, type=Latency),
         kv_events=kv_events,
+        token_file=options.token_file,
+        worker_extension_cls=options.worker_extension_cls,
         dev_mode=not options.no_dev_mode,
         request_id_headers=options.enable_request_id_headers,
         death_grace_s=options.death_grace_s,

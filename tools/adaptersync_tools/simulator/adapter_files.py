@@ -65,18 +65,26 @@ class BaseModel(msgspec.Struct, frozen=True, kw_only=True):
             "down_proj": (self.intermediate, self.hidden),
         }[module]
 
+    def slot_tensors(self) -> int:
+        """How many tensors one adapter has in a device slot, all layers' A and B."""
+        return 2 * self.layers * len(MODULES)
+
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     """An adapter as read from disk.
 
-    `identity` covers the bytes that take effect on this base; it is empty if none do (B all zero, or only
-    modules the base lacks), in which case vLLM silently serves the base. `effect`, 0..1, is how far it moves
-    the output. `misfit` is the error of copying it into a device slot, if a tensor is too large for the base.
+    `identity` covers the tensors that take effect on this base, without their scaling; it is empty if none do (B all
+    zero, or only modules the base lacks), in which case vLLM silently serves the base. `effect`, 0..1, is how far it
+    moves the output. `misfit` is the error of copying it into a device slot, if a tensor is too large for the base.
+    `tensors` are digests of what lies in the slot, alpha folded in, by module and half; `unused` are modules that the
+    base lacks.
     """
 
     identity: bytes
     effect: float
     misfit: str | None
+    tensors: dict[str, bytes]
+    unused: list[str]
 
 
 def read_adapter(path: str, *, max_lora_rank: int, base: BaseModel | None) -> Adapter:
@@ -101,9 +109,11 @@ def read_adapter(path: str, *, max_lora_rank: int, base: BaseModel | None) -> Ad
         )
     scaling = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
     return Adapter(
-        identity=_identity(tensors, modules, scaling, base),
+        identity=_identity(tensors, modules, base),
         effect=_effect(tensors, modules, scaling, config["r"], base),
         misfit=_misfit(tensors, modules, max_lora_rank, base) if base else None,
+        tensors=_in_slot(tensors, modules, scaling, base),
+        unused=sorted({module for module in modules.values() if not _in_base(module, base)}),
     )
 
 
@@ -213,8 +223,8 @@ def _in_base(module: str, base: BaseModel | None) -> bool:
     return len(parts) == 5 and parts[:2] == ["model", "layers"] and int(parts[2]) < base.layers
 
 
-def _identity(tensors: dict[str, _Tensor], modules: dict[str, str], scaling: float, base: BaseModel | None) -> bytes:
-    digest = sha256(repr(scaling).encode())
+def _identity(tensors: dict[str, _Tensor], modules: dict[str, str], base: BaseModel | None) -> bytes:
+    digest = sha256()
     live = False
     for name in sorted(tensors):
         if not _in_base(modules[name], base):
@@ -223,6 +233,19 @@ def _identity(tensors: dict[str, _Tensor], modules: dict[str, str], scaling: flo
         digest.update(tensors[name].raw)
         live = live or (name.endswith("lora_B.weight") and tensors[name].magnitude() > 0)
     return digest.digest() if live else b""
+
+
+def _in_slot(
+    tensors: dict[str, _Tensor], modules: dict[str, str], scaling: float, base: BaseModel | None
+) -> dict[str, bytes]:
+    """A digest for each tensor that takes effect; one that is zero everywhere leaves the slot as if it were not."""
+    held = {}
+    for name, tensor in tensors.items():
+        if _in_base(modules[name], base) and bytes(tensor.raw).strip(b"\0"):
+            half = "lora_A" if ".lora_A." in name else "lora_B"
+            folded = repr(scaling).encode() if half == "lora_B" else b""
+            held[f"{modules[name]}.{half}"] = sha256(folded + tensor.raw).digest()
+    return held
 
 
 def _effect(
@@ -235,7 +258,8 @@ def _effect(
     if not all(sizes.values()):
         return 0.0
     mean_a, mean_b = (math.fsum(values) / len(values) for values in sizes.values())
-    return min(1.0, scaling * rank * mean_a * mean_b)
+    # the parts a rank adds up are independent, so they grow with its root; 8 is a usual rank
+    return min(1.0, scaling * math.sqrt(8 * rank) * mean_a * mean_b)
 
 
 def _misfit(tensors: dict[str, _Tensor], modules: dict[str, str], max_lora_rank: int, base: BaseModel) -> str | None:

@@ -4,18 +4,22 @@ Routes, statuses and bodies are vLLM 0.32's, dev mode on; a route vLLM has and t
 """
 
 import asyncio
+import os
+import secrets
 import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from adaptersync_tools.simulator import answers, metrics, requests
+from adaptersync.engine import door
+from adaptersync_tools.simulator import answers, metrics, requests, workers
 from adaptersync_tools.simulator.engine import Engine, EngineConfig, Running
 from adaptersync_tools.simulator.errors import EngineDead, Refused, invalid_body
 from adaptersync_tools.simulator.faults import Faults
@@ -26,6 +30,7 @@ from adaptersync_tools.simulator.tokenizer import ByteTokenizer, Tokenizer
 
 VLLM_VERSION = "0.32.0"
 _MAX_BODY = 64 * 1024 * 1024
+_TOKEN_HEADER = door.TOKEN_HEADER.decode()
 _encode = msgspec.json.Encoder().encode
 
 
@@ -53,9 +58,9 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     return_token_strs: bool | None = False
 
 
-class RpcBody(msgspec.Struct, frozen=True, kw_only=True):
-    method: str | None = None
-    args: list[Any] = []
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +72,8 @@ class SimulatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     latency: Latency = Latency()
     kv_events: PublisherConfig | None = None
     dev_mode: bool = True
+    token_file: Path | None = None  # with it, our door stands before the server
+    worker_extension_cls: str = ""  # vLLM's flag; of classes only our auditor is known
     request_id_headers: bool = False  # vLLM's --enable-request-id-headers
     death_grace_s: float = 0.5  # from the engine's death to the end of the process; vLLM takes up to 5 s
 
@@ -87,6 +94,7 @@ class Simulator:
             publish=self.publisher.publish if self.publisher else lambda events: None,
         )
         self.started_at = time.time()
+        self.life = secrets.token_hex(8)
         self.app = self._application()
 
     async def close(self) -> None:
@@ -99,7 +107,7 @@ class Simulator:
         if unknown := change.keys() - known.keys():
             raise msgspec.ValidationError(f"unknown fault: {', '.join(sorted(unknown))}")
         self.faults = msgspec.convert(known | change, Faults)
-        self.engine.serve_base = self.faults.serve_base
+        self.engine.faults = self.faults
         self.scheduler.freeze(self.faults.frozen)
         if self.publisher is not None and "drop_kv_batches" in change:
             self.publisher.drop = self.faults.drop_kv_batches
@@ -108,7 +116,7 @@ class Simulator:
         return self.faults
 
     def _application(self) -> web.Application:
-        app = web.Application(middlewares=[self._answer_refusals], client_max_size=_MAX_BODY)
+        app = web.Application(middlewares=[self._door, self._answer_refusals], client_max_size=_MAX_BODY)
         add = app.router.add_route
         for path in ("/health", "/ping"):
             add("GET", path, self._health)
@@ -121,6 +129,7 @@ class Simulator:
         add("POST", "/v1/completions", self._completions)
         add("POST", "/v1/chat/completions", self._chat)
         add("POST", "/tokenize", self._tokenize)
+        add("POST", "/detokenize", self._detokenize)
         add("POST", "/v1/load_lora_adapter", self._load_adapter)
         add("POST", "/v1/unload_lora_adapter", self._unload_adapter)
         add("POST", "/adapters", self._register_adapter)
@@ -128,6 +137,8 @@ class Simulator:
         add("GET", "/simulator/faults", self._get_faults)
         add("POST", "/simulator/faults", self._post_faults)
         add("GET", "/simulator/calls", self._get_calls)
+        if self.config.token_file is not None:
+            add("*", door.IDENTITY, self._identity)
         if self.config.dev_mode:
             add("POST", "/pause", self._pause)
             add("POST", "/resume", self._resume)
@@ -139,6 +150,19 @@ class Simulator:
         # So that `.get` finds every path this serves, called or not.
         self.calls.update({path: 0 for path in (r.canonical for r in app.router.resources()) if path})
         return app
+
+    @web.middleware
+    async def _door(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """`adaptersync.engine.door`, but that the simulator's own routes stay open: a real server has none."""
+        file, path = self.config.token_file, request.path
+        if file is None or (request.method, path) in door.OPEN or path.startswith("/simulator/"):
+            return await handler(request)
+        shown = [value.encode(errors="surrogateescape") for value in request.headers.getall(_TOKEN_HEADER, ())]
+        if not door.shows_token(shown, file):
+            return _json(door.REFUSAL, HTTPStatus.FORBIDDEN)
+        return await handler(request)
 
     @web.middleware
     async def _answer_refusals(
@@ -315,6 +339,11 @@ class Simulator:
             }
         )
 
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body = decode_body(await request.read(), request.headers.get("Content-Type", ""), DetokenizeBody)
+        self.engine.registry.resolve(body.model)
+        return _json({"prompt": self.tokenizer.decode(body.tokens)})
+
     async def _pause(self, request: web.Request) -> web.Response:
         mode = request.query.get("mode", "abort")
         if mode not in ("abort", "wait", "keep"):
@@ -340,24 +369,21 @@ class Simulator:
         return _json({"success": self.engine.cache.reset()})
 
     async def _collective_rpc(self, request: web.Request) -> web.Response:
-        body = decode_body(await request.read(), "application/json", RpcBody)
+        body = decode_body(await request.read(), "application/json", workers.Call)
         if body.method is None:
             raise Refused(400, "Bad Request", "Missing 'method' in request body")
         await self.scheduler.engine_reached()
-        match body.method, body.args:
-            case "list_loras", []:
-                return _json({"results": [self.engine.list_loras()]})
-            case "remove_lora", [int(int_id)]:
-                return _json({"results": [str(self.engine.remove_lora(int_id))]})
-            case "pin_lora", [int(int_id)]:
-                return _json({"results": [str(self.engine.pin_lora(int_id))]})
-        raise Refused(404, "NotFoundError", f"The simulator has no worker method {body.method!r} with these arguments")
+        return _json({"results": [workers.answer(self.engine, body, extension=self.config.worker_extension_cls)]})
+
+    async def _identity(self, request: web.Request) -> web.Response:
+        adapters = {lora.name: {"number": lora.int_id, "path": lora.path} for lora in self.engine.registry.listed()}
+        return _json({"life": self.life, "pid": os.getpid(), "adapters": adapters})
 
     async def _server_info(self, request: web.Request) -> web.Response:
         config = self.engine.config
         kv_events = msgspec.to_builtins(self.publisher.config) if self.publisher else None
         parts: dict[str, Any] = {
-            "model_config": {"model": config.root, "max_model_len": config.max_model_len},
+            "model_config": {"model": config.root, "max_model_len": config.max_model_len, "dtype": config.dtype},
             "cache_config": {
                 "block_size": config.block_size,
                 "num_gpu_blocks": config.num_blocks,
@@ -368,7 +394,9 @@ class Simulator:
                 "data_parallel_size": 1,
                 "tensor_parallel_size": 1,
                 "pipeline_parallel_size": 1,
+                "worker_extension_cls": self.config.worker_extension_cls,
             },
+            "device_config": {"device": "cuda"},  # where vLLM keeps adapters and base apart, as this does
             "scheduler_config": {"max_num_seqs": config.max_num_seqs},
             "lora_config": {
                 "max_lora_rank": config.max_lora_rank,

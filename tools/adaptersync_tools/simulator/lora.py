@@ -76,6 +76,9 @@ class Slots:
     def registered(self) -> list[int]:
         return list(self._registered)
 
+    def adapter(self, int_id: int) -> Adapter | None:
+        return self._registered.get(int_id)
+
     def active(self) -> list[int]:
         return list(self._active)
 

@@ -3,7 +3,8 @@
 A voice is an adapter's identity (empty for the base) and how far it moves the output (`effect`). The same
 voice, context and seed give the same token, whatever the split between prompt and answer, so an answer can be
 continued elsewhere. An adapter differs from the base at about `effect` of the positions, and in each
-log-probability by at most `effect`.
+log-probability by at most `effect`; twice the effect is twice the difference, in the same direction. `rounding` bounds
+what a coarse number format adds, which is another thing for every adapter and scale.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ class Voice(msgspec.Struct, frozen=True, kw_only=True):
     base: bytes
     identity: bytes = b""
     effect: float = 0.0
+    rounding: float = 0.0
 
 
 class Spoken(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,10 +58,13 @@ def speak(voice: Voice, prompt: Sequence[int], *, limit: int, seed: int, stop_pr
 
 
 def logprob(voice: Voice, state: int, token: int) -> float:
-    """The log-probability of `token` after the context `state`: in (-5.5, -0.5)."""
+    """The log-probability of `token` after the context `state`: in (-5.6, -0.4)."""
     value = -1.5 - 3.0 * _unit(b"base", voice.base, state, token)
     if voice.effect > 0:
         value += voice.effect * (2.0 * _unit(b"moved", voice.identity, state, token) - 1.0)
+    if voice.rounding > 0:
+        speaker = voice.identity + repr(voice.effect).encode()
+        value += voice.rounding * (2.0 * _unit(b"rounded", speaker, state, token) - 1.0)
     return value
 
 

@@ -1,5 +1,6 @@
 """One suite, two targets: what the simulator claims about vLLM is asked of a real vLLM in the same words.
 
+Both stand behind our door and have our auditor in their workers, as in production; calls show the token by themselves.
 Each target is started once for the whole suite. Tests share it, so they use names and prompts of their own.
 `-m "not vllm"` leaves the real one out.
 """
@@ -43,16 +44,17 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield engine
 
 
-def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A context manager of the engine that `request.param` names."""
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, *, guarded: bool = True) -> Any:
+    """A context manager of the engine that `request.param` names, with our door and auditor or without."""
     # Paths of ipc sockets must be short.
     directory = TemporaryDirectory(prefix="engine-")
     request.addfinalizer(directory.cleanup)
     if request.param == "simulator":
         model = write_sizes(tmp_path_factory.mktemp("sizes") / "model")
-        return engines.simulator(Path(directory.name), model, "--num-blocks", str(engines.NUM_BLOCKS))
+        blocks = str(engines.NUM_BLOCKS)
+        return engines.simulator(Path(directory.name), model, "--num-blocks", blocks, guarded=guarded)
     engines.require_vllm()
-    return engines.vllm_cpu(Path(directory.name), request.getfixturevalue("real_model"))
+    return engines.vllm_cpu(Path(directory.name), request.getfixturevalue("real_model"), guarded=guarded)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from support.engines import BLOCK_SIZE, MAX_CPU_LORAS, MAX_LORA_RANK, MAX_LORAS,
 @pytest.fixture
 async def client(engine: Engine) -> AsyncIterator[VllmClient]:
     # The first /server_info of a vLLM collects facts about the machine, for seconds.
-    async with VllmClient(engine.url, timeout_s=30) as client:
+    async with VllmClient(engine.url, timeout_s=30, token=engine.token) as client:
         yield client
 
 

@@ -1,4 +1,4 @@
-"""How an engine dies: an adapter that was evicted is asked for, and its files are gone."""
+"""How an engine dies: an adapter that was evicted is asked for, and its files are gone. And how it does not."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from adaptersync.engine.door import IDENTITY
 from conformance.conftest import TARGETS, started
 from support.engines import MAX_CPU_LORAS, MODEL, Engine
 from support.wait import wait_until_sync
@@ -41,6 +42,23 @@ def test_evicted_adapter_without_files_takes_everybody_down(mortal: Engine, adap
         assert stream.events[-1]["error"]["code"] == 500
     # Having answered so, the server ends; supervisors must not take its exit code for a failure's.
     assert mortal.process.wait(30) == 0
+
+
+@pytest.fixture(params=TARGETS)
+def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """One without our door and extension."""
+    with started(request, tmp_path_factory, guarded=False) as engine:
+        yield engine
+
+
+def test_without_our_door_and_extension_their_calls_are_refused(plain: Engine) -> None:
+    assert plain.get(IDENTITY).status == 404
+    info = plain.get("/server_info?config_format=json").json["vllm_config"]
+    assert info["parallel_config"]["worker_extension_cls"] == ""
+    answer = plain.post("/collective_rpc", {"method": "adaptersync_held"})
+    assert (answer.status, answer.error["type"]) == (500, "InternalServerError")
+    assert "object has no attribute 'adaptersync_held'" in answer.error["message"]
+    assert plain.complete(MODEL, "it lives")
 
 
 def _running(engine: Engine) -> float:

@@ -84,4 +84,4 @@ def write_safetensors(path: Path, tensors: Mapping[str, tuple[tuple[int, ...], b
 
 def _uniform(noise: random.Random, count: int, scale: float) -> bytes:
     step = scale / 32768
-    return array("f", [step * value for value in array("h", noise.randbytes(2 * count))]).tobytes()
+    return array("f", [step * value + 0.0 for value in array("h", noise.randbytes(2 * count))]).tobytes()

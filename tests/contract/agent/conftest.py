@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
 
 from adaptersync.agent import app
+from adaptersync_tools.simulator.faults import Faults
 from support.adapters import write_safetensors
 from support.agent_bench import Bench, bench_on
 from support.engines import Engine, simulator
@@ -18,7 +20,7 @@ HIDDEN = 8
 
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sizes for the simulator, and the one weight that adapters of these tests train, for the agent."""
+    """Sizes for the simulator; for the agent the weights that adapters of these tests and its canary change."""
     directory = tmp_path_factory.mktemp("model")
     sizes = {
         "hidden_size": HIDDEN,
@@ -29,13 +31,14 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (directory / "config.json").write_text(json.dumps(sizes))
     weight = ((HIDDEN, HIDDEN), bytes(4 * HIDDEN * HIDDEN))
-    write_safetensors(directory / "model.safetensors", {"model.layers.0.self_attn.q_proj.weight": weight})
+    names = [f"model.layers.0.self_attn.{module}.weight" for module in ("q_proj", "o_proj")]
+    write_safetensors(directory / "model.safetensors", dict.fromkeys(names, weight))
     return directory
 
 
 @pytest.fixture(scope="session")
 def shared_engine(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> Iterator[Engine]:
-    with simulator(tmp_path_factory.mktemp("engine"), model_directory) as engine:
+    with simulator(tmp_path_factory.mktemp("engine"), model_directory, guarded=True) as engine:
         yield engine
 
 
@@ -43,7 +46,7 @@ def shared_engine(tmp_path_factory: pytest.TempPathFactory, model_directory: Pat
 def engine(shared_engine: Engine) -> Iterator[Engine]:
     """Shared by all tests that let it live; what they leave on it is taken off."""
     yield shared_engine
-    shared_engine.post("/simulator/faults", {"fail_loads": 0, "delay_load_s": 0, "frozen": False})
+    shared_engine.post("/simulator/faults", to_builtins(Faults()))
     for name in shared_engine.listed():
         shared_engine.unload(name)
 
@@ -63,6 +66,6 @@ async def bench(redis_url: str, engine: Engine, tmp_path: Path) -> AsyncIterator
 @pytest.fixture
 async def mortal(redis_url: str, model_directory: Path, tmp_path: Path) -> AsyncIterator[Bench]:
     """On an engine of its own, which may die."""
-    with simulator(tmp_path, model_directory) as engine:
+    with simulator(tmp_path, model_directory, guarded=True) as engine:
         async with bench_on(redis_url, engine, tmp_path) as bench:
             yield bench

@@ -11,7 +11,7 @@ import pytest
 
 from adaptersync_core.errors import ControlUnavailable, EngineUnavailable
 from adaptersync_core.manifest import WEIGHTS_FILE
-from adaptersync_core.vllm import VllmClient
+from adaptersync_core.vllm import WORKER_EXTENSION, VllmClient
 from adaptersync_tools.servers import RedisServer, Role
 from support.agent_bench import Bench, bench_on
 from support.artifacts import small_adapter
@@ -41,7 +41,7 @@ async def test_a_wanted_version_is_loaded_and_acked_with_its_phases(bench: Bench
     ack = await bench.ack(name)
     assert ack.accepted, ack.reason
     assert ack.engine_epoch == (await bench.reported())[0]
-    assert set(ack.phases) == {"staged_s", "verified_s", "loaded_s"}
+    assert set(ack.phases) == {"staged_s", "verified_s", "loaded_s", "proved_s"}
     assert bench.engine.listed() == {name: str(bench.staged / name)}
     await wait_until(lambda: _loaded(bench, (name,)))
     told = [fields for _, fields in await bench.registry.client.read_stream(bench.registry.keys.events, "0")]
@@ -62,7 +62,7 @@ async def test_several_are_loaded_and_each_is_said_once(bench: Bench) -> None:
         assert (await bench.ack(name)).accepted
     assert bench.listed() == set(names)
     await _heartbeats(bench, 5)
-    assert _loads(bench) == before + 3
+    assert _loads(bench) == before + 3 + 1  # a canary before them
 
 
 def _loads(bench: Bench) -> int:
@@ -203,7 +203,9 @@ async def test_a_restarted_engine_is_another_life_and_gets_everything_again(
     bench.engine.process.send_signal(signal.SIGKILL)
     await asyncio.to_thread(bench.engine.process.wait)
     (tmp_path / "second").mkdir()
-    with simulator(tmp_path / "second", model_directory, "--port", str(bench.engine.port)) as second:
+    flags = ["--port", str(bench.engine.port), "--token-file", str(bench.engine.token_file)]
+    flags += ["--worker-extension-cls", WORKER_EXTENSION]
+    with simulator(tmp_path / "second", model_directory, *flags) as second:
         assert second.port == bench.engine.port
 
         async def again() -> bool:
@@ -247,7 +249,7 @@ async def test_files_stay_as_long_as_the_engine_may_read_them(bench: Bench, monk
 
     async def stubborn(self: VllmClient, name: str) -> None:
         tried.set()
-        if not may.is_set():
+        if not may.is_set() and not name.startswith("canary-"):
             raise EngineUnavailable("no answer")
         await unload(self, name)
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from adaptersync_core.config import Config, load_config
+from adaptersync_core.config import Config, as_text, load_config
 from adaptersync_core.errors import ConfigError
 
 SETTINGS = [
@@ -27,12 +27,15 @@ def another(key: str, value: Any) -> tuple[Any, Any]:
         return value - 1, value - 2
     if isinstance(value, int | float):
         return value + 1, value + 2
+    if key == "promote_on":
+        return ("below noise",), ("proved", "not probed")
     if key == "path" or key.endswith("_path"):
         return "/one", "/two"
     return "one", "two"
 
 
 def toml(section: str, key: str, value: Any) -> str:
+    value = list(value) if isinstance(value, tuple) else value
     text = str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
     return f"[{section}]\n{key} = {text}\n"
 
@@ -46,14 +49,14 @@ def test_defaults_then_file_then_environment_then_options(section: str, key: str
     one, two = another(key, default)
     path = tmp_path / "settings.toml"
     path.write_text(toml(section, key, one))
-    variable = f"ADAPTERSYNC_{section.upper()}__{key.upper()}"
+    variable, text = f"ADAPTERSYNC_{section.upper()}__{key.upper()}", as_text(two)
     assert value_of(load_config(environment={}), section, key) == default
     assert value_of(load_config(path, environment={}), section, key) == one
     assert value_of(load_config(environment={"ADAPTERSYNC_CONFIG": str(path)}), section, key) == one
-    assert value_of(load_config(path, environment={variable: str(two)}), section, key) == two
-    assert value_of(load_config(environment={variable: str(two)}), section, key) == two
+    assert value_of(load_config(path, environment={variable: text}), section, key) == two
+    assert value_of(load_config(environment={variable: text}), section, key) == two
     options = {"router.host": None, f"{section}.{key}": one}
-    assert value_of(load_config(path, environment={variable: str(two)}, overrides=options), section, key) == one
+    assert value_of(load_config(path, environment={variable: text}, overrides=options), section, key) == one
 
 
 def test_the_file_named_by_hand_wins_over_the_one_in_the_environment(tmp_path: Path) -> None:
@@ -150,6 +153,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_every_setting_has_its_section_and_duration_names_their_unit() -> None:
     for section, key, default in SETTINGS:
-        assert isinstance(default, str | int | float | bool), (section, key)
+        assert isinstance(default, str | int | float | bool | tuple), (section, key)
         if isinstance(default, float):
             assert key.endswith("_s"), (section, key)

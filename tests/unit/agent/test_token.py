@@ -1,0 +1,47 @@
+"""The agent's token for the door."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from adaptersync.agent.token import new_token
+from adaptersync.engine.door import shows_token
+from adaptersync_core.errors import ConfigError
+
+
+def test_each_start_makes_another_and_shuts_out_the_one_before(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    first = new_token(str(file))
+    assert shows_token([first.encode()], file)
+    second = new_token(str(file))
+    assert shows_token([second.encode()], file)
+    assert not shows_token([first.encode()], file)
+    assert [path.name for path in tmp_path.iterdir()] == ["token"]
+
+
+def test_others_cannot_read_it(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("left by somebody")
+    file.chmod(0o666)
+    new_token(str(file))
+    assert stat.S_IMODE(file.stat().st_mode) & 0o137 == 0
+
+
+def test_without_a_door_there_is_none() -> None:
+    assert new_token("") == ""
+
+
+def test_where_it_cannot_be_left_the_setting_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"agent\.token_file") as error:
+        new_token(str(tmp_path / "absent" / "token"))
+    assert "No such file" in str(error.value)
+
+
+def test_nothing_is_left_where_the_place_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "token").mkdir()
+    with pytest.raises(ConfigError):
+        new_token(str(tmp_path / "token"))
+    assert [path.name for path in tmp_path.iterdir()] == ["token"]

@@ -31,7 +31,7 @@ T = TypeVar("T")
 class EngineFacts(Struct, frozen=True, kw_only=True):
     """What a server is. A limit of 0, or no dtype or device, means that it does not say (no development mode).
 
-    `audits` says that its workers carry our extension: asked for a method it lacks, vLLM ends.
+    `audits` says that its workers carry our extension.
     """
 
     base_model: str
@@ -75,6 +75,33 @@ class Audit(Struct, frozen=True, kw_only=True):
     unused_modules: int = 0
 
 
+class _LoraConfig(Struct, frozen=True, kw_only=True):
+    max_loras: int | None = None
+    max_cpu_loras: int | None = None
+    max_lora_rank: int | None = None
+
+
+class _ParallelConfig(Struct, frozen=True, kw_only=True):
+    worker_extension_cls: str = ""
+
+
+class _ModelConfig(Struct, frozen=True, kw_only=True):
+    dtype: str | None = None
+
+
+class _DeviceConfig(Struct, frozen=True, kw_only=True):
+    device: str | None = None
+
+
+class _ServerConfig(Struct, frozen=True, kw_only=True):
+    """What `/server_info` says, as far as it matters here."""
+
+    lora_config: _LoraConfig | None = None
+    parallel_config: _ParallelConfig | None = None
+    model_config: _ModelConfig = _ModelConfig()
+    device_config: _DeviceConfig = _DeviceConfig()
+
+
 class Held(Struct, frozen=True, kw_only=True):
     """Numbers of the adapters one worker has in memory, least recently used first, and how many fit.
 
@@ -95,33 +122,6 @@ class Dropped(Struct, frozen=True, kw_only=True):
     error: str = ""
     dropped: bool = False
     running: int = 0
-
-
-class _LoraConfig(Struct, frozen=True, kw_only=True):
-    max_loras: int | None = None
-    max_cpu_loras: int | None = None
-    max_lora_rank: int | None = None
-
-
-class _ParallelConfig(Struct, frozen=True, kw_only=True):
-    worker_extension_cls: str = ""
-
-
-class _ModelConfig(Struct, frozen=True, kw_only=True):
-    dtype: str = ""
-
-
-class _DeviceConfig(Struct, frozen=True, kw_only=True):
-    device: str = ""
-
-
-class _ServerConfig(Struct, frozen=True, kw_only=True):
-    """What `/server_info` says, as far as it matters here."""
-
-    lora_config: _LoraConfig | None = None
-    parallel_config: _ParallelConfig = _ParallelConfig()
-    model_config: _ModelConfig = _ModelConfig()
-    device_config: _DeviceConfig = _DeviceConfig()
 
 
 class VllmClient:
@@ -268,9 +268,10 @@ class VllmClient:
             max_cpu_loras=lora.max_cpu_loras or lora.max_loras or 0,
             max_lora_rank=lora.max_lora_rank or 0,
             version=str(version.get("version", "")),
-            dtype=config.model_config.dtype.removeprefix("torch."),
-            device=config.device_config.device,
-            audits=config.parallel_config.worker_extension_cls == WORKER_EXTENSION,
+            dtype=(config.model_config.dtype or "").removeprefix("torch."),
+            device=config.device_config.device or "",
+            audits=config.parallel_config is not None
+            and config.parallel_config.worker_extension_cls == WORKER_EXTENSION,
         )
 
     async def _cards(self) -> list[_Card]:
@@ -281,7 +282,7 @@ class VllmClient:
             raise EngineRefused(f"models cannot be read: {error}", status=200, engine=self.url) from error
 
     async def _rpc(self, method: str, *arguments: str | int, answer: type[T], timeout_s: float) -> list[T]:
-        """One answer from every worker. Never for a method the workers may lack: that ends the server."""
+        """One answer from every worker. A call that goes wrong inside one may end the server."""
         body = {"method": method, "args": list(arguments)}
         text = await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)
         try:

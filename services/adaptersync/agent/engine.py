@@ -87,10 +87,8 @@ class Engine:
                 raise EngineUnavailable("engine restarted while it loaded", version=name)
 
     async def unload(self, name: str) -> None:
-        """Have the engine forget a listed name (so its load has ended) and free what it holds under no name: where it
-        lets us, since by itself it keeps that."""
+        """Have the engine forget a listed name (so its load has ended) and, where it lets us, free what has no name."""
         async with self._changing:
-            await self._life()
             await self._client.unload(name)
             self.unsettled.discard(name)
             await self._free()
@@ -115,7 +113,12 @@ class Engine:
         return all(worker.scores for worker in await self._client.held())
 
     async def _free(self) -> None:
-        """Drop what no name leads to: unloaded versions, canaries, and what failed loads left."""
+        """Drop what no name leads to: unloaded versions, canaries, and what failed loads left.
+
+        Not while a load may still be under way: it is in the workers before it has its name.
+        """
+        if self.unsettled:
+            return
         identity = await self._client.identity()
         if identity is None or self.facts is None or not self.facts.audits:
             return

@@ -6,7 +6,7 @@ calls it in every worker. `adaptersync_audit` reads the adapter's file again, ma
 bit, with the device slot the next forward pass will read. A load that went wrong without a word is found at any size of
 the adapter.
 
-An exception here would end the whole server, so every method answers with plain data, `error` among it.
+A call that goes wrong inside a worker may end the server, so every method answers with plain data, `error` among it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from adaptersync.agent.engine import Engine
 from adaptersync_core.errors import EngineRefused, EngineUnavailable
-from adaptersync_core.vllm import EngineFacts, VllmClient
+from adaptersync_core.vllm import EngineFacts, Identity, VllmClient
 from adaptersync_tools.demo.synthetic import write_base_model
 
 NAME = "run-v1-0123456789ab"
@@ -39,8 +39,8 @@ class Server(VllmClient):
     async def alive(self, *, timeout_s: float) -> None:
         pass
 
-    async def identity(self) -> None:
-        """Has no door."""
+    async def identity(self) -> Identity | None:
+        return None
 
     async def epoch(self) -> str:
         return self.life

@@ -373,12 +373,7 @@ class Simulator:
         if body.method is None:
             raise Refused(400, "Bad Request", "Missing 'method' in request body")
         await self.scheduler.engine_reached()
-        try:
-            answered = workers.answer(self.engine, body, extension=self.config.worker_extension_cls)
-        except EngineDead:
-            self.scheduler.die()
-            raise
-        return _json({"results": [answered]})
+        return _json({"results": [workers.answer(self.engine, body, extension=self.config.worker_extension_cls)]})
 
     async def _identity(self, request: web.Request) -> web.Response:
         adapters = {lora.name: {"number": lora.int_id, "path": lora.path} for lora in self.engine.registry.listed()}

@@ -1,7 +1,6 @@
 """What `/collective_rpc` reaches: the one worker of a simulated engine, with or without our extension.
 
-A method that a worker lacks ends a real server, so it ends this one: a mistake that would be expensive there must not
-pass here. The workers' own methods that the simulator does not have count as lacking, too.
+The workers' own methods that the simulator does not have count as lacking: 500, in the words of a real server.
 """
 
 from typing import Any
@@ -11,7 +10,7 @@ import msgspec
 from adaptersync_core.vllm import WORKER_EXTENSION
 from adaptersync_tools.simulator.adapter_files import MODULES, WorkerFailure, read_adapter
 from adaptersync_tools.simulator.engine import Engine
-from adaptersync_tools.simulator.errors import EngineDead
+from adaptersync_tools.simulator.errors import worker_failure
 
 NAMED = 8  # tensors named in an answer, as in `adaptersync.engine.audit`
 _ANY_RANK = 1 << 20
@@ -23,7 +22,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def answer(engine: Engine, call: Call, *, extension: str) -> object:
-    """The worker's answer; EngineDead for a method it lacks or arguments that do not fit it."""
+    """The worker's answer; Refused for a method it lacks or arguments that do not fit it."""
     match call.method, call.args:
         case "list_loras", []:
             return engine.list_loras()
@@ -31,8 +30,9 @@ def answer(engine: Engine, call: Call, *, extension: str) -> object:
             return str(engine.remove_lora(number))
         case "pin_lora", [int(number)]:
             return str(engine.pin_lora(number))
+    lacks = worker_failure("collective_rpc", f"'CPUWorker' object has no attribute '{call.method}'")
     if extension != WORKER_EXTENSION:
-        raise EngineDead
+        raise lacks
     match call.method, call.args:
         case "adaptersync_held", []:
             return _held(engine)
@@ -43,7 +43,7 @@ def answer(engine: Engine, call: Call, *, extension: str) -> object:
             return _audit(engine, number, directory)
         case (("adaptersync_held" | "adaptersync_drop" | "adaptersync_audit"), _):
             return {"error": "TypeError: wrong arguments"}
-    raise EngineDead
+    raise lacks
 
 
 def _held(engine: Engine) -> dict[str, Any]:

@@ -44,11 +44,13 @@ def take_up(fleet: Fleet, config: Config) -> Draft | None:
         if not newer or table.candidate(run) is not None:
             continue
         stale = newer[-1].epoch != entry.epoch  # then all are, and need no room to be passed over
-        if slots and len(table.versions) >= slots and not stale:  # a load would evict something live
+        room = slots if entry.current else slots - 1  # a new run leaves one for the candidates of all
+        if slots and len(table.versions) >= room and not stale:  # a load would evict something live
             if any(version.state not in ROUTABLE for version in table.versions.values()):
                 continue  # what is on its way, in or out, makes room
+            held = len(table.versions)
             return _make_room(fleet, run, newer[-1].adapter_id, slots) or _refuse(
-                fleet, run, newer, f"capacity: all {slots} adapters that replicas can hold are current versions of runs"
+                fleet, run, newer, f"capacity: {held} of {slots} adapters that replicas can hold are current versions"
             )
         draft = Draft(fleet)
         newest = newer[-1]

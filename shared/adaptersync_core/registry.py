@@ -174,7 +174,7 @@ class Registry:
                 "BYSCORE",
                 "LIMIT",
                 0,
-                PUBLICATIONS_AT_ONCE,
+                PUBLICATIONS_AT_ONCE + 1,  # one more tells that they are not all
             )
             reads.append(newer)
         reads += [

@@ -29,9 +29,13 @@ from support.wait import wait_until_sync
 
 
 @pytest.fixture
-def config(redis_url: str, tmp_path: Path) -> Config:
+def config(redis_url: str, cache_url: str, tmp_path: Path) -> Config:
     return load_config(
-        environment={"ADAPTERSYNC_REDIS__CONTROL_URL": redis_url, "ADAPTERSYNC_STORE__PATH": str(tmp_path / "store")}
+        environment={
+            "ADAPTERSYNC_REDIS__CONTROL_URL": redis_url,
+            "ADAPTERSYNC_REDIS__CACHE_URL": cache_url,
+            "ADAPTERSYNC_STORE__PATH": str(tmp_path / "store"),
+        }
     )
 
 

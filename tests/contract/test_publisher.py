@@ -34,7 +34,7 @@ from adaptersync_core.errors import (
     StoreError,
 )
 from adaptersync_core.keys import Keys
-from adaptersync_core.manifest import WEIGHTS_FILE
+from adaptersync_core.manifest import WEIGHTS_FILE, Manifest
 from adaptersync_core.records import Request
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
@@ -380,6 +380,39 @@ async def test_closed_is_closed(group: Group) -> None:
         await asyncio.to_thread(publisher.close)
         with pytest.raises(PublicationFailed, match="publisher is closed"):
             await publish(publisher, group.adapter())
+
+
+async def test_nobody_waits_for_a_publisher_that_is_closed(group: Group) -> None:
+    for replica in group.replicas:
+        replica.answers.clear()
+    async with publishing(group.config) as publisher:
+        publication = await publish(publisher, group.adapter())
+        waiting = asyncio.create_task(outcome(publication))
+    with pytest.raises(PublicationFailed, match="closed before the outcome was known"):
+        await asyncio.wait_for(waiting, 5)
+    assert publication.outcome is None
+
+
+async def test_a_publication_in_progress_is_completed_before_the_end(
+    group: Group, publisher: AdapterPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go = threading.Event(), threading.Event()
+    store = ArtifactStore.publish
+
+    def slow(self: ArtifactStore, manifest: Manifest, source: Path) -> Path:
+        began.set()
+        assert go.wait(10)
+        return store(self, manifest, source)
+
+    monkeypatch.setattr(ArtifactStore, "publish", slow)
+    publishing = asyncio.create_task(publish(publisher, group.adapter()))
+    await asyncio.to_thread(began.wait, 10)
+    closing = asyncio.create_task(asyncio.to_thread(publisher.close))
+    assert await asyncio.wait({closing}, timeout=0.2) == (set(), {closing})
+    go.set()
+    publication = await asyncio.wait_for(publishing, 10)
+    await closing
+    assert [name for name, _ in await group.registry.published("run")] == [publication.adapter_id]
 
 
 def test_a_run_needs_a_name(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,16 @@ NAMES = [f"trl-policy-v{step}" for step in range(5)]
 class Bench:
     """A relay between a trainer (`post`) and a router (`router`), with a coordinator and one scripted replica."""
 
-    def __init__(self, url: str, registry: Registry, replica: ScriptedReplica, router: Upstream, root: Path) -> None:
+    def __init__(
+        self,
+        url: str,
+        registry: Registry,
+        replica: ScriptedReplica,
+        router: Upstream,
+        root: Path,
+        stop: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.stop = stop
         self.registry = registry
         self.replica = replica
         self.router = router
@@ -113,7 +122,7 @@ async def relayed(redis_url: str, directory: Path, **relay: float) -> AsyncItera
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         host, port = runner.addresses[0][:2]
-        bench = Bench(f"http://{host}:{port}", registry, replica, router, directory / "out")
+        bench = Bench(f"http://{host}:{port}", registry, replica, router, directory / "out", runner.cleanup)
         stack.push_async_callback(bench.session.close)
         yield bench
 
@@ -172,6 +181,57 @@ async def test_a_trainer_that_starts_again_begins_an_epoch_and_may_reuse_its_nam
     status, text = await bench.load(1, bench.adapter(2))
     assert (status, "is run-v2-" in text) == (200, True)
     assert (await bench.registry.table()).runs["run"].epoch == 2
+
+
+async def test_a_trainer_that_starts_again_does_not_wait_for_the_load_of_the_one_before(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with relayed(redis_url, tmp_path, promotion_timeout_s=60.0) as bench:
+        await bench.load(1)
+        bench.replica.answers.clear()
+        before = asyncio.create_task(bench.load(2))
+        await wait_until(lambda: _waits(bench))
+        await asyncio.gather(*(bench.get("/server_info") for _ in range(4)))  # one trainer began, however often it asks
+        status, text = await asyncio.wait_for(before, 10)
+        assert (status, "another trainer has begun" in text) == (500, True)
+        bench.replica.answers.set()
+        status, text = await bench.load(1, bench.adapter(3))
+        assert (status, "is run-v3-" in text) == (200, True)
+        model, substituted = await bench.asked(NAMES[2])  # not a name of this trainer
+        assert (model.startswith("run-v3-"), substituted) == (True, NAMES[2])
+        assert (await bench.registry.table()).runs["run"].epoch == 2
+
+
+async def test_a_relay_that_stops_ends_the_load_it_waits_for(redis_url: str, tmp_path: Path) -> None:
+    async with asyncio.timeout(30), relayed(redis_url, tmp_path, promotion_timeout_s=60.0) as bench:
+        bench.replica.answers.clear()
+        waiting = asyncio.create_task(bench.load(1))
+        await wait_until(lambda: _waits(bench))
+        await bench.stop()
+        assert (await waiting)[0] == 500
+
+
+async def _waits(bench: Bench) -> bool:
+    return (await bench.registry.table()).candidate("run") is not None
+
+
+@pytest.mark.parametrize("name", ["", "a\r\nx-evil: 1", "a\0"])
+async def test_a_name_that_no_header_can_hold_is_refused(bench: Bench, name: str) -> None:
+    status, _, text = await bench.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(bench.adapter(1))})
+    assert (status, b"cannot be called" in text) == (501, True)
+
+
+async def test_a_path_that_leads_nowhere_is_refused(bench: Bench) -> None:
+    bench.root.mkdir(exist_ok=True)
+    (bench.root / "loop").symlink_to(bench.root / "loop")
+    for place in ("loop", "nul\0"):
+        status, text = await bench.load(1, bench.root / place)
+        assert (status, "path cannot be followed" in text) == (501, True)
+
+
+@pytest.mark.parametrize("body", [{"model": []}, {"model": {}}, {}, [], 7])
+async def test_a_request_without_a_name_is_refused(bench: Bench, body: object) -> None:
+    assert (await bench.post("/v1/completions", body))[0] == 422
 
 
 @pytest.mark.parametrize(("place", "status"), [("../elsewhere", 501), ("missing", 501)])

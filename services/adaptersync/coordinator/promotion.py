@@ -6,6 +6,8 @@ accepted it in the present life of its engine; the same is checked again where t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from adaptersync.coordinator.draft import Draft
@@ -14,6 +16,7 @@ from adaptersync_core.config import Config
 from adaptersync_core.events import VersionPromoted, VersionRolledBack, VersionStaging, VersionSuperseded
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import Fleet
+from adaptersync_core.registry import PUBLICATIONS_AT_ONCE
 from adaptersync_core.table import ROUTABLE, LiveVersion, RunEntry
 
 
@@ -43,12 +46,16 @@ def take_up(fleet: Fleet, config: Config) -> Draft | None:
         newer = [manifest for manifest in fleet.published.get(run, ()) if manifest.seq > entry.considered]
         if not newer or table.candidate(run) is not None:
             continue
+        if len(newer) > PUBLICATIONS_AT_ONCE:
+            return _pass_over(fleet, run, newer[:PUBLICATIONS_AT_ONCE], newer[-1])
         stale = newer[-1].epoch != entry.epoch  # then all are, and need no room to be passed over
-        if slots and len(table.versions) >= slots and not stale:  # a load would evict something live
+        room = slots if entry.current else slots - 1  # a new run leaves one for the candidates of all
+        if slots and len(table.versions) >= room and not stale:  # a load would evict something live
             if any(version.state not in ROUTABLE for version in table.versions.values()):
                 continue  # what is on its way, in or out, makes room
+            held = len(table.versions)
             return _make_room(fleet, run, newer[-1].adapter_id, slots) or _refuse(
-                fleet, run, newer, f"capacity: all {slots} adapters that replicas can hold are current versions of runs"
+                fleet, run, newer, f"capacity: {held} of {slots} adapters that replicas can hold are current versions"
             )
         draft = Draft(fleet)
         newest = newer[-1]
@@ -78,6 +85,15 @@ def take_up(fleet: Fleet, config: Config) -> Draft | None:
                 )
         return draft
     return None
+
+
+def _pass_over(fleet: Fleet, run: str, older: Sequence[Manifest], newest: Manifest) -> Draft:
+    """A part of what piled up while nobody decided, or no replica was ready; what follows is read next."""
+    draft = Draft(fleet)
+    draft.runs[run] = replace(fleet.table.runs[run], considered=older[-1].seq)
+    for manifest in older:
+        _supersede(draft, manifest.adapter_id, f"{newest.adapter_id} came before it was staged")
+    return draft
 
 
 def _make_room(fleet: Fleet, run: str, newest: str, slots: int) -> Draft | None:

@@ -77,7 +77,8 @@ def _roll_back(fleet: Fleet, draft: Draft, request: Request) -> str:
     earlier = [name for name in table.window(request.run) if name != entry.current]
     target = request.version or (earlier[0] if earlier else "")
     if target not in earlier or entry.current is None:
-        return f"{target or 'an earlier version'} is not retained; retained: {' '.join(earlier) or 'none'}"
+        retained = " ".join(earlier) or "none; a stored version is served again when its directory is published again"
+        return f"{target or 'an earlier version'} is not retained; retained: {retained}"
     bad = [name for name in table.window(request.run) if table.versions[name].seq > table.versions[target].seq]
     for name in bad:
         draft.retire(name, reason, fate="voided")

@@ -72,11 +72,11 @@ class Publication:
 
     @property
     def outcome(self) -> Outcome | None:
-        """None while the fleet is still at it."""
-        return self._settled.result() if self._settled.done() else None
+        """None while the fleet is still at it, and when its publisher was closed before it was known."""
+        return None if not self._settled.done() or self._settled.exception() else self._settled.result()
 
     def wait(self, timeout_s: float) -> Outcome:
-        """The outcome; PublicationFailed when there is none in time."""
+        """The outcome; PublicationFailed when there is none in time, or nobody looks for it any more."""
         try:
             return self._settled.result(timeout_s)
         except TimeoutError:
@@ -89,6 +89,11 @@ class Publication:
     def settle(self, outcome: Outcome) -> None:
         if not self._settled.done():
             self._settled.set_result(outcome)
+
+    def abandon(self) -> None:
+        if not self._settled.done():
+            reason = "publisher was closed before the outcome was known"
+            self._settled.set_exception(PublicationFailed(reason, version=self.adapter_id))
 
 
 class AdapterPublisher:
@@ -146,9 +151,9 @@ class AdapterPublisher:
         serve it, StoreError when it cannot be stored, Fenced when a newer trainer has begun the run. After an error
         nothing was announced, and the next call may publish the same again.
         """
-        if not self._thread.is_alive():
-            raise PublicationFailed("publisher is closed", next_step="publish before close()", run=self.run)
         with self._publishing, _directory(source) as directory:
+            if not self._thread.is_alive():
+                raise PublicationFailed("publisher is closed", next_step="publish before close()", run=self.run)
             began = time.monotonic()
             shape = inspect(directory)
             files = tuple(hash_file(directory / name) for name in FILES)
@@ -190,12 +195,15 @@ class AdapterPublisher:
         self._watchers.append(callback)
 
     def close(self) -> None:
-        """Stop watching. Versions that are under way go on without us."""
-        if self._thread.is_alive():
-            self._call(self._end())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        """Stop watching, after a publication in progress. Versions that are under way go on without us."""
+        with self._publishing:
+            if self._thread.is_alive():
+                self._call(self._end())
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()
+        for publication in self._pending.values():
+            publication.abandon()
 
     # on the loop of this object's thread
 

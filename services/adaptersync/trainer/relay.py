@@ -86,6 +86,7 @@ def relay_app(config: Config) -> web.Application:
     relay = Relay(config)
     app = web.Application(client_max_size=BODY_LIMIT, middlewares=[_errors])
     app.cleanup_ctx.append(relay.lifetime)
+    app.on_shutdown.append(relay.end)
     app.add_routes(
         [
             web.get("/health", relay.forward),
@@ -111,6 +112,7 @@ class Relay:
         self._root = Path(config.relay.allowed_root or ".").resolve()
         self._aliases: dict[str, Alias] = {}
         self._loading = asyncio.Lock()
+        self._beginning = asyncio.Lock()
         self._publisher: AdapterPublisher | None = None
 
     async def lifetime(self, app: web.Application) -> AsyncIterator[None]:
@@ -126,21 +128,25 @@ class Relay:
         yield
         await self._session.close()
         await self._client.close()
-        if self._publisher is not None:
-            await asyncio.to_thread(self._publisher.close)
+
+    async def end(self, app: web.Application | None = None) -> None:
+        """Let go of the run; a load that waits for the fleet fails at once."""
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            await asyncio.to_thread(publisher.close)
 
     async def _begin(self) -> None:
         """A trainer began: a new epoch, in which TRL may count from 1 again."""
-        if self._publisher is not None:
-            await asyncio.to_thread(self._publisher.close)
+        await self.end()
         self._aliases.clear()
         self._publisher = await asyncio.to_thread(AdapterPublisher, self._config)
         log.info("run %s, trainer epoch %d", self._publisher.run, self._publisher.epoch)
 
     async def server_info(self, request: web.Request) -> web.Response:
-        """TRL's constructor asks this once; it reads four fields. Asked after a load, another TRL has started."""
-        if self._aliases:
-            await self._begin()
+        """TRL's constructor asks this once; it reads four fields. Asked after a load began, another TRL has started."""
+        async with self._beginning:
+            if self._aliases or self._loading.locked():
+                await self._begin()
         reports = [seen.report for seen in (await self._registry.fleet()).replicas.values()]
         if not reports:
             raise EngineUnavailable("no replica has reported", next_step="start agents, then the trainer")
@@ -163,7 +169,12 @@ class Relay:
             call = msgspec.json.decode(await request.read(), type=Load)
         except msgspec.MsgspecError as error:
             raise AdapterInvalid(f"load call cannot be read: {error}") from error
-        directory = await asyncio.to_thread(Path(call.lora_path).resolve)
+        if not call.lora_name or not call.lora_name.isprintable():  # it will be a header
+            raise AdapterInvalid(f"adapter cannot be called {call.lora_name[:96]!r}")
+        try:
+            directory = await asyncio.to_thread(Path(call.lora_path).resolve)
+        except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL
+            raise AdapterInvalid(f"path cannot be followed: {error}") from error
         if not directory.is_relative_to(self._root):
             raise AdapterInvalid(
                 "directory is not below the relay's allowed root",
@@ -172,7 +183,10 @@ class Relay:
                 root=str(self._root),
             )
         async with self._loading:  # TRL sends one at a time; a repeat waits for the first
+            publisher = self._publisher
             alias = await self._publish(call.lora_name, directory)
+            if self._publisher is not publisher:
+                raise PublicationFailed("another trainer has begun since", version=alias.version)
             self._aliases.pop(call.lora_name, None)
             self._aliases[call.lora_name] = alias
             while len(self._aliases) > ALIASES:
@@ -211,9 +225,9 @@ class Relay:
         try:
             asked = orjson.loads(body)
             name = asked["model"]
+            alias = self._aliases.get(name)  # which no array or object could be
         except (orjson.JSONDecodeError, KeyError, TypeError) as error:
             raise AdapterInvalid("request names no model") from error
-        alias = self._aliases.get(name)
         if alias is None and not (isinstance(name, str) and TRL_NAME.fullmatch(name)):
             return await self._forward(request, body, {})
         version = alias.version if alias else name  # a name of before this relay started stands for nobody knows what

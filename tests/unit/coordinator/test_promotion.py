@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from adaptersync.coordinator.protocol import decide
-from adaptersync_core.events import ReplicaState, VersionPromoted
+from adaptersync_core.events import ReplicaState, VersionPromoted, VersionStaging
+from adaptersync_core.registry import PUBLICATIONS_AT_ONCE
 from support.stories import V, after, fate, ready, states
 from support.world import apply, fleet, name_of, new_world
 
@@ -47,6 +48,14 @@ def test_the_newest_publication_is_taken_and_older_ones_are_superseded() -> None
     assert states(world) == {V[3]: "staging"}
     assert fate(world, V[1]) == ("superseded", f"{V[3]} came before it was staged")
     assert fate(world, V[2])[0] == "superseded"
+
+
+@pytest.mark.parametrize("count", [PUBLICATIONS_AT_ONCE, PUBLICATIONS_AT_ONCE + 1, 3 * PUBLICATIONS_AT_ONCE])
+def test_of_what_piled_up_only_the_newest_is_staged(count: int) -> None:
+    world = after(ready(), *["publish run1"] * count, "settle")
+    assert [event.version for event in world.events if isinstance(event, VersionStaging)] == [name_of("run1", count)]
+    assert world.table.runs["run1"].current == name_of("run1", count)
+    assert {world.records[name_of("run1", seq)].state for seq in range(1, count)} == {"superseded"}
 
 
 def test_what_is_published_meanwhile_waits_for_the_candidate() -> None:

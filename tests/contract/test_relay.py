@@ -95,7 +95,7 @@ class Bench:
 def config_of(redis_url: str, router_url: str, directory: Path) -> Config:
     return Config(
         group=GroupSection(name="group"),
-        redis=RedisSection(control_url=redis_url),
+        redis=RedisSection(control_url=redis_url, lane_bytes=0),
         store=StoreSection(path=str(directory / "store")),
         coordinator=CoordinatorSection(min_ready=1, tick_s=0.05),
         relay=RelaySection(router_url=router_url, allowed_root=str(directory / "out"), promotion_timeout_s=5.0),

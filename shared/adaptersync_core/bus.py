@@ -42,18 +42,22 @@ class Bell:
 async def follow(url: str, stream: str, *, name: str, after: str = "$") -> AsyncGenerator[list[Entry], None]:
     """Batches of entries later than `after`, for ever. An empty batch: the place was lost, look at the records."""
     client = RedisClient.blocking(url, name=name, block_s=BLOCK_S)
+    away = False
     try:
         while True:
             try:
                 if after == "$":
                     after = await _end(client, stream)
+                    away = False
                     yield []
                 entries = await client.read_stream(stream, after, block_s=BLOCK_S)
                 if entries:
                     after = entries[-1][0]
                     yield entries
             except (ControlUnavailable, ControlError) as error:
-                log.warning("events cannot be followed: %s", error)
+                if not away:  # once, not every second until the server is back
+                    log.warning("events cannot be followed: %s", error)
+                away = True
                 after = "$"
                 await asyncio.sleep(RETRY_S)
     finally:

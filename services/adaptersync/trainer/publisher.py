@@ -239,12 +239,16 @@ class AdapterPublisher:
         self.latest_seq = publication.seq
 
     async def _watch(self) -> None:
+        known = True
         while True:
             await self._bell.wait(LOOK_S)
             try:
                 await self._look()
+                known = True
             except AdapterSyncError as error:
-                log.warning("outcomes not known: %s", error)
+                if known:  # once, not every second until the server is back
+                    log.warning("outcomes not known: %s", error)
+                known = False
 
     async def _look(self) -> None:
         # Before the table, so that whoever hears that a version is current finds it in `current_seq`.

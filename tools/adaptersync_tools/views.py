@@ -5,13 +5,14 @@ Ages and waits are seconds. A view is healthy when nothing needs an operator; `p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
 from adaptersync.coordinator.membership import slots_of
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import Ack, Fleet, SeenReplica
+from adaptersync_core.rollouts import UNKNOWN, Row
 from adaptersync_core.table import Member, RunEntry
 
 NOT_TOLD = ("type", "digest", "seq", "published_at", "engine_epoch", "incarnation", "generation")  # in events
@@ -49,11 +50,14 @@ class RunView(Struct, frozen=True, kw_only=True):
 
 
 class RouterView(Struct, frozen=True, kw_only=True):
+    """`age_s`: since its last report."""
+
     router: str
     url: str
     generation: int
     behind: int
     inflight: int
+    age_s: float
 
 
 class StatusView(Struct, frozen=True, kw_only=True):
@@ -74,8 +78,20 @@ class AckView(Struct, frozen=True, kw_only=True):
     phases: dict[str, float]
 
 
+class RolloutCounts(Struct, frozen=True, kw_only=True):
+    """Of one version: `unknown` ones have no known end, `voided` ones must not be trained on."""
+
+    total: int = 0
+    ok: int = 0
+    unknown: int = 0
+    voided: int = 0
+
+
 class VersionView(Struct, frozen=True, kw_only=True):
-    """`promoted_s` counts from publication; `verified` is None until the stored bytes were read again."""
+    """`promoted_s` counts from publication; `verified` is None until the stored bytes were read again.
+
+    `rollouts` is None when the ledger was not read.
+    """
 
     version: str
     run: str
@@ -90,6 +106,7 @@ class VersionView(Struct, frozen=True, kw_only=True):
     promoted_s: float | None
     verified: bool | None
     acks: dict[str, AckView]
+    rollouts: RolloutCounts | None = None
 
     def phase(self, name: str) -> float | None:
         """The slowest replica's seconds in a phase: what the fleet waited for."""
@@ -113,18 +130,20 @@ def status(fleet: Fleet, *, group: str, leader: str, lease_left_s: float, alive_
     routers = [
         RouterView(
             router=name,
-            url=report.url,
-            generation=report.generation,
-            behind=max(0, fleet.table.generation - report.generation),
-            inflight=sum(report.inflight.values()),
+            url=seen.report.url,
+            generation=seen.report.generation,
+            behind=max(0, fleet.table.generation - seen.report.generation),
+            inflight=sum(seen.report.inflight.values()),
+            age_s=seen.age_s,
         )
-        for name, report in sorted(fleet.routers.items())
+        for name, seen in sorted(fleet.routers.items())
+        if seen.may_serve
     ]
     problems = [
         *_leader_problems(leader, lease_left_s),
         *_replica_problems(replicas, fleet.table.min_ready, alive_s),
         *(_run_problem(run) for run in runs if run.current and run.replicas < run.ready),
-        *([] if routers else ["no router reports"]),
+        *_router_problems(routers, alive_s),
     ]
     return StatusView(
         group=group,
@@ -206,6 +225,14 @@ def _replica_problems(replicas: list[ReplicaView], min_ready: int, alive_s: floa
             yield f"{replica.replica} is silent" + (f" for {duration(replica.age_s)}" if replica.age_s else "")
 
 
+def _router_problems(routers: list[RouterView], alive_s: float) -> Iterator[str]:
+    if not any(router.age_s <= alive_s for router in routers):
+        yield "no router reports"
+    for router in routers:
+        if router.age_s > alive_s:
+            yield f"{router.router} is silent for {duration(router.age_s)}; retirement waits until it cannot serve"
+
+
 def _run_problem(run: RunView) -> str:
     return f"{run.current} is held by {run.replicas} of {run.ready} ready replicas"
 
@@ -239,6 +266,22 @@ def _version(facts: Facts, fleet: Fleet) -> VersionView:
             if (ack := acks.get(facts.version))
         },
     )
+
+
+def count_rollouts(rows: Iterable[Row]) -> dict[str, RolloutCounts]:
+    """By version."""
+    by_version: dict[str, list[Row]] = {}
+    for row in rows:
+        by_version.setdefault(row.version, []).append(row)
+    return {
+        version: RolloutCounts(
+            total=len(mine),
+            ok=sum(row.outcome == "ok" for row in mine),
+            unknown=sum(row.outcome == UNKNOWN for row in mine),
+            voided=sum(row.voided for row in mine),
+        )
+        for version, mine in by_version.items()
+    }
 
 
 def tell(fields: Mapping[str, str]) -> tuple[str, str]:

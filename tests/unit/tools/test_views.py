@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from adaptersync_core.records import Ack, Fleet, ReplicaReport, RouterReport, RunRecord, SeenReplica
+from adaptersync_core.records import Ack, Fleet, ReplicaReport, RouterReport, RunRecord, SeenReplica, SeenRouter
+from adaptersync_core.rollouts import Row
 from adaptersync_core.table import LiveVersion, Member, RunEntry, Table
 from adaptersync_tools import views
 
@@ -24,6 +25,10 @@ def seen(age_s: float = 0.2) -> SeenReplica:
         block_size=32, loaded=(V1,),
     )  # fmt: skip
     return SeenReplica(report=report, age_s=age_s)
+
+
+def heard(age_s: float) -> SeenRouter:
+    return SeenRouter(report=RouterReport(generation=6, url="http://r", inflight={V1: 3}), age_s=age_s)
 
 
 def fleet() -> Fleet:
@@ -47,7 +52,7 @@ def fleet() -> Fleet:
         published={"my-run": ()},
         replicas={"replica-0": seen(), "replica-1": seen()},
         acks={"replica-0": {V1: accepted}, "replica-1": {V1: slower}},
-        routers={"router-0": RouterReport(generation=6, url="http://r", inflight={V1: 3})},
+        routers={"router-0": heard(0.5)},
         requests={},
     )
 
@@ -83,6 +88,13 @@ def test_every_problem_is_named() -> None:
     ]
 
 
+def test_a_silent_router_is_named_until_it_cannot_serve_any_more() -> None:
+    view = status(replace(fleet(), routers={"router-0": heard(0.5), "router-1": heard(20.0)}))
+    assert view.problems == ["router-1 is silent for 20 s; retirement waits until it cannot serve"]
+    gone = status(replace(fleet(), routers={"router-0": heard(0.5), "router-1": heard(66.0)}))
+    assert (gone.healthy, [each.router for each in gone.routers]) == (True, ["router-0"])
+
+
 def test_an_ack_of_another_life_of_the_engine_does_not_count() -> None:
     whole = fleet()
     stale = {**whole.acks, "replica-1": {V1: Ack(accepted=True, engine_epoch="e0")}}
@@ -105,6 +117,20 @@ def test_versions_show_the_slowest_replica_and_what_the_record_says() -> None:
     assert view.phase("loaded_s") == 0.04
     assert view.phase("staged_s") is None
     assert (view.state, view.verified) == ("current", False)
+
+
+def test_rollouts_are_counted_by_version() -> None:
+    rows = [
+        Row(
+            request_id=str(n), router="g", path="/", asked="a", outcome=outcome, started_at=1.0, version=V1, voided=True
+        )
+        for n, outcome in enumerate(["ok", "ok", "unknown", "client_gone"])
+    ]
+    other = replace(rows[0], version="base", voided=False)
+    assert views.count_rollouts([*rows, other]) == {
+        V1: views.RolloutCounts(total=4, ok=2, unknown=1, voided=4),
+        "base": views.RolloutCounts(total=1, ok=1),
+    }
 
 
 def test_a_version_that_was_not_taken_up_is_published() -> None:

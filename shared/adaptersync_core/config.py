@@ -12,7 +12,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -23,6 +23,7 @@ from adaptersync_core.keys import ROUTER_SERVES_S
 from adaptersync_core.proof import Verdict
 
 ENVIRONMENT = "ADAPTERSYNC_"
+SPOOL_MIN_BYTES = 16_384  # a few rows
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,6 +67,8 @@ class CoordinatorSection(Section, frozen=True, kw_only=True):
     """How long a retired version waits for requests in flight."""
     eject_s: float = 10.0
     """How long an ejected replica stays out before it may join again."""
+    gate: bool = False
+    """Promote a version only when an operator admits it, after every replica proved it: adaptersync gate."""
 
 
 class AgentSection(Section, frozen=True, kw_only=True):
@@ -87,6 +90,9 @@ class AgentSection(Section, frozen=True, kw_only=True):
     """How long a load may take."""
     visible_timeout_s: float = 60.0
     """How long an announced version may be invisible on this host's mount."""
+    keep_s: float = 600.0
+    """How long staged files stay after their version has left the table: at least router.request_timeout_s, since a
+    router that lost Redis may still wait for an answer, and the engine read them again for it."""
 
 
 class ProofSection(Section, frozen=True, kw_only=True):
@@ -113,15 +119,21 @@ class RouterSection(Section, frozen=True, kw_only=True):
     max_inflight: int = 4096
     """Requests in flight in this router; more are answered 503."""
     table_max_age_s: float = 60.0
-    """How long to serve from a table that could not be read again; at most 60, for which retirement waits."""
+    """How long to serve without Redis; at most 60, for which retirement waits."""
     blocks_per_version: int = 500_000
     """Owned prefix blocks kept for one version."""
     blocks_per_request: int = 512
     """Blocks of one prompt that are looked up; the rest of a long prompt follows the head."""
     spill: int = 8
     """How many requests in flight an owner may be ahead of the least loaded replica."""
-    ledger_queue: int = 20_000
-    """Ledger rows waiting to be written."""
+    spool_path: str = "/var/lib/adaptersync/spool"
+    """A directory on this host's disk where ledger rows wait for Redis, across restarts of the router."""
+    spool_bytes: int = 64 << 20
+    """Disk taken for it by each router process; room for about 60 thousand rollouts."""
+    when_spool_full: Literal["refuse", "serve"] = "refuse"
+    """Refuse requests that cannot be recorded, or serve them and count the rows that are lost."""
+    gate_token: str = ""
+    """Whoever sends it as x-adaptersync-gate may ask for versions that wait at the gate. Empty: nobody may."""
 
 
 class RelaySection(Section, frozen=True, kw_only=True):
@@ -266,6 +278,12 @@ def _check(config: Config) -> None:
     if not Path(config.agent.stage_path).is_absolute() or not Path(config.store.path).is_absolute():
         raise ConfigError(
             "store.path and agent.stage_path must be absolute: vLLM would look a relative one up on a hub"
+        )
+    if not Path(config.router.spool_path).is_absolute():
+        raise ConfigError("setting must be an absolute path", key="router.spool_path", value=config.router.spool_path)
+    if config.router.spool_bytes < SPOOL_MIN_BYTES:
+        raise ConfigError(
+            f"setting must be at least {SPOOL_MIN_BYTES}", key="router.spool_bytes", value=config.router.spool_bytes
         )
     if config.router.table_max_age_s > ROUTER_SERVES_S:
         raise ConfigError(

@@ -64,6 +64,14 @@ class ReplicaAcked(Event, frozen=True, kw_only=True, tag="replica.acked"):
     proved_s: float | None = None
 
 
+class VersionReady(Event, frozen=True, kw_only=True, tag="version.ready"):
+    """Every ready replica serves the version; it waits at the gate until an operator admits or refuses it."""
+
+    version: str
+    generation: int
+    replicas: str
+
+
 class VersionPromoted(Event, frozen=True, kw_only=True, tag="version.promoted"):
     """Every ready replica serves the version; it is current from here on. `waited_s` counts from publication."""
 
@@ -151,6 +159,7 @@ AnyEvent = (
     | AdapterPublished
     | VersionStaging
     | ReplicaAcked
+    | VersionReady
     | VersionPromoted
     | VersionSuperseded
     | VersionRolledBack

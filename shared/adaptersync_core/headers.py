@@ -6,3 +6,5 @@ REQUEST_ID = "x-adaptersync-request-id"
 VERSION = "x-adaptersync-version"  # adapter id that wrote an answer, or the base model's name
 REPLICA = "x-adaptersync-replica"
 SUBSTITUTED = "x-adaptersync-substituted"  # a name that the version asked for stands in for; a relay says so
+VOIDED = "x-adaptersync-voided"  # the version was found bad while it wrote this answer
+GATE = "x-adaptersync-gate"  # credentials for versions that wait at the gate; the router keeps them to itself

@@ -28,8 +28,9 @@ class KeySpec(Struct, frozen=True, kw_only=True):
 
 
 REPLICA_TTL_S = 3600  # a replica that said nothing for an hour is forgotten
-ROUTER_SERVES_S = 60  # the longest that a router which cannot read the table may go on serving from the last one
-ROUTER_TTL_S = ROUTER_SERVES_S + 5  # how long a silent router holds up retirement; its table may be newer than its word
+ROUTER_SERVES_S = 60  # the longest that a router without Redis may go on serving from its last table
+ROUTER_MARGIN_S = 5  # for clocks that run at different speeds: a silent router holds up retirement this much longer
+ROUTER_TTL_S = ROUTER_SERVES_S + ROUTER_MARGIN_S
 VERSION_TTL_S = 30 * 86400  # how long the fate of a version that is gone can be asked for
 OWNERSHIP_TTL_S = 6 * 3600  # ownership of a version nobody asks for any more
 LANE_TTL_S = 600  # bytes in the fast lane; long enough for the slowest replica, short enough to leave no heap

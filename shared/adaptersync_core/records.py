@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from adaptersync_core.events import Event
+from adaptersync_core.keys import ROUTER_MARGIN_S, ROUTER_SERVES_S
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.proof import Proof
 from adaptersync_core.table import Table
@@ -56,11 +57,28 @@ class Ack(Struct, frozen=True, kw_only=True):
 
 
 class RouterReport(Struct, frozen=True, kw_only=True):
-    """The generation a router serves, and how many requests it has in flight by version."""
+    """The table a router serves, and how many requests it has in flight by version.
+
+    Without a word from Redis it goes on serving that table for `max_age_s` after this report.
+    """
 
     generation: int
+    incarnation: str = ""
+    max_age_s: float = ROUTER_SERVES_S
     url: str = ""
     inflight: dict[str, int] = {}
+
+
+class SeenRouter(Struct, frozen=True, kw_only=True):
+    """A report with its age on the control server's clock."""
+
+    report: RouterReport
+    age_s: float
+
+    @property
+    def may_serve(self) -> bool:
+        """False once it cannot serve from the table it last read, wherever it is."""
+        return self.age_s <= self.report.max_age_s + ROUTER_MARGIN_S
 
 
 class RunRecord(Struct, frozen=True, kw_only=True):
@@ -74,7 +92,8 @@ class RunRecord(Struct, frozen=True, kw_only=True):
 class Request(Struct, frozen=True, kw_only=True):
     """What an operator asks for: `rollback` voids the current version of `run` (to `version`, or the one before).
 
-    Where `version` is on its way in, it is given up and nothing is voided.
+    Where `version` is on its way in, it is given up and nothing is voided. `admit` promotes a version that waits at
+    the gate, `refuse` rolls it back.
     """
 
     kind: str
@@ -92,7 +111,7 @@ class Fleet(Struct, frozen=True, kw_only=True):
     published: dict[str, tuple[Manifest, ...]]
     replicas: dict[str, SeenReplica]
     acks: dict[str, dict[str, Ack]]
-    routers: dict[str, RouterReport]
+    routers: dict[str, SeenRouter]
     requests: dict[str, Request]
 
 

@@ -26,6 +26,7 @@ from adaptersync_core.records import (
     RouterReport,
     RunRecord,
     SeenReplica,
+    SeenRouter,
     VersionRecord,
     from_hash,
     from_json,
@@ -205,7 +206,7 @@ class Registry:
             },
             acks={name: read_acks(acks) for name, (_, acks) in seen.items()},
             routers={
-                name: router
+                name: SeenRouter(report=router, age_s=now - int(record["heartbeat_ms"]) / 1000)
                 for name in routers
                 if (record := next(replies)) and (router := from_hash(name, record, RouterReport)) is not None
             },

@@ -21,7 +21,8 @@ class LiveVersion(Struct, frozen=True, kw_only=True):
     """One version the fleet deals with. Times are the control server's wall clock in seconds.
 
     `drained` is set on a retiring version once no router sends to it: agents then unload it. `changed_in` is the
-    generation in which `state` was entered. `fate` is what its record says once it is gone.
+    generation in which `state` was entered. `fate` is what its record says once it is gone. `admitted` is set on a
+    ready version that an operator let through the gate.
     """
 
     run: str
@@ -33,6 +34,7 @@ class LiveVersion(Struct, frozen=True, kw_only=True):
     since: float
     changed_in: int
     drained: bool = False
+    admitted: bool = False
     fate: Fate = "retired"
 
 
@@ -76,6 +78,10 @@ class Table(Struct, frozen=True, kw_only=True):
     def routable(self, adapter_id: str) -> bool:
         entry = self.versions.get(adapter_id)
         return entry is not None and entry.state in ROUTABLE
+
+    def voided(self, adapter_id: str) -> bool:
+        entry = self.versions.get(adapter_id)
+        return entry is not None and entry.fate == "voided"
 
     def window(self, run: str) -> list[str]:
         """Routable versions of a run, newest first; the first is not always current (a rollback moves it back)."""

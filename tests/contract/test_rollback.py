@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 
@@ -11,7 +12,7 @@ from adaptersync_core.events import Event, RequestRefused, VersionRolledBack, Ve
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
-from adaptersync_tools.cli.changing import answer
+from adaptersync_tools.cli.changing import answer, rollback_told, rolled_back
 from support.tables import version_name
 
 V1, V2, V3 = version_name(1), version_name(2), version_name(3)
@@ -29,7 +30,8 @@ async def registry(redis_url: str) -> AsyncIterator[Registry]:
 async def heard(registry: Registry, version: str, *events: Event) -> str:
     for event in events:
         await registry.client.command("XADD", registry.keys.events, "*", *to_fields(event))
-    return str(await answer(registry, after="0", run=RUN, version=version, request="q"))
+    done = partial(rolled_back, run=RUN, version=version)
+    return str(rollback_told(await answer(registry, done, after="0", run=RUN, request="q")))
 
 
 async def test_the_current_version_was_voided(registry: Registry) -> None:

@@ -103,7 +103,7 @@ class Bench:
 
 @asynccontextmanager
 async def bench_on(
-    redis_url: str, engine: Engine, directory: Path, *, proof: ProofSection | None = None
+    redis_url: str, engine: Engine, directory: Path, *, proof: ProofSection | None = None, keep_s: float = 0.05
 ) -> AsyncIterator[Bench]:
     """An agent beside `engine`, with its files below `directory`; it is stopped at the end."""
     (directory / "store").mkdir(exist_ok=True)
@@ -121,6 +121,7 @@ async def bench_on(
             probe_timeout_s=1.0,
             load_timeout_s=5.0,
             visible_timeout_s=0.3,
+            keep_s=keep_s,
         ),
     )
     client = RedisClient(redis_url, name="test")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import socket
-from collections.abc import AsyncIterator, Mapping
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,11 +19,19 @@ from adaptersync.router.app import serving
 from adaptersync_core.config import Config, GroupSection, RedisSection, RouterSection
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import RedisClient
+from adaptersync_core.rollouts import OPEN
 from adaptersync_core.table import LiveState
 from adaptersync_tools.servers import RedisServer
 from support.tables import TableWriter, version_name
 from support.upstreams import Upstream, upstream
 from support.wait import wait_until
+
+PROGRAM = """
+import asyncio, sys
+from adaptersync.router.app import run_router
+from adaptersync_core.config import load_config
+asyncio.run(run_router(load_config(overrides=dict(zip(sys.argv[1::2], sys.argv[2::2])))))
+"""
 
 V1, V2, V3 = version_name(1), version_name(2), version_name(3)
 
@@ -52,6 +63,7 @@ class Fleet:
     tables: TableWriter
     replicas: dict[str, Upstream]
     session: aiohttp.ClientSession
+    spool: Path
     url: str = ""
     more: dict[str, Any] = field(default_factory=dict)
 
@@ -75,7 +87,7 @@ class Fleet:
         config = Config(
             group=GroupSection(name="test", base_model="base"),
             redis=RedisSection(control_url=self.control_url, cache_url=self.cache_url),
-            router=RouterSection(**{"port": 0, "hold_s": 50.0, "connect_timeout_s": 1.0} | settings),
+            router=RouterSection(**self.settings | {"port": 0, "hold_s": 50.0, "connect_timeout_s": 1.0} | settings),
         )
         async with serving(config, drain_s=2.0) as router:
             self.url = router.url
@@ -94,14 +106,26 @@ class Fleet:
     async def complete(self, model: str, prompt: object = (1, 2, 3), *, url: str = "", **fields: Any) -> Answer:
         return await self.post("/v1/completions", {"model": model, "prompt": prompt} | fields, url=url)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What every router here needs."""
+        return {"spool_path": str(self.spool), "spool_bytes": 1 << 20}
+
+    async def entries(self) -> list[dict[str, str]]:
+        """The ledger's stream as it is."""
+        return [fields for _, fields in await self.control.read_stream(self.keys.rollouts, "0", count=100_000)]
+
     async def rows(self, count: int) -> list[dict[str, str]]:
-        """The ledger once it has `count` rows; more are a failure."""
+        """What ended, once it is `count` rows; more are a failure."""
+
+        async def ended() -> list[dict[str, str]]:
+            return [fields for fields in await self.entries() if fields["outcome"] != OPEN]
 
         async def enough() -> bool:
-            return int(await self.control.command("XLEN", self.keys.rollouts)) >= count
+            return len(await ended()) >= count
 
         await wait_until(enough, what=f"{count} ledger rows")
-        rows = [fields for _, fields in await self.control.read_stream(self.keys.rollouts, "0")]
+        rows = await ended()
         assert len(rows) == count
         return rows
 
@@ -112,7 +136,7 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def make_fleet(control_url: str, cache_url: str) -> AsyncIterator[Fleet]:
+async def make_fleet(control_url: str, cache_url: str, directory: Path) -> AsyncIterator[Fleet]:
     keys = Keys("test")
     async with contextlib.AsyncExitStack() as stack:
         replicas = [await stack.enter_async_context(upstream(f"replica-{place}")) for place in range(2)]
@@ -129,6 +153,7 @@ async def make_fleet(control_url: str, cache_url: str) -> AsyncIterator[Fleet]:
             tables=TableWriter(control, keys),
             replicas={replica.name: replica for replica in replicas},
             session=session,
+            spool=directory / "spool",
         )
 
 
@@ -138,6 +163,24 @@ class Servers:
 
     control: RedisServer
     cache: RedisServer
+
+
+@contextlib.contextmanager
+def router_process(fleet: Fleet, port: int, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
+    settings = {
+        "group.name": "test",
+        "redis.control_url": fleet.control_url,
+        "redis.cache_url": fleet.cache_url,
+        "router.port": str(port),
+        **{f"router.{name}": str(value) for name, value in (fleet.settings | more).items()},
+    }
+    arguments = [part for item in settings.items() for part in item]
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def free_port() -> int:

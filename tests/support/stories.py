@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from support.world import World, apply, coordinate, name_of, new_world, report_all, settle
 
 V = ["", *(name_of("run1", seq) for seq in range(1, 20))]
@@ -41,6 +43,6 @@ def fate(world: World, name: str) -> tuple[str, str]:
     return record.state, record.reason
 
 
-def ready(**settings: int) -> World:
+def ready(**settings: Any) -> World:
     """A fleet at rest, everybody ready, nothing published."""
     return settle(new_world(**settings))

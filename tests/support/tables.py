@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from adaptersync_core.identity import adapter_id, parse_adapter_id
 from adaptersync_core.keys import Keys
@@ -42,6 +43,7 @@ def make_table(
     block_size: int = 16,
     min_ready: int = 1,
     runs: Mapping[str, str | None] | None = None,
+    voided: Collection[str] = (),
 ) -> Table:
     """`versions` by state, `urls` by replica (all ready); each run's current is its version in that state."""
     current: dict[str, str | None] = {}
@@ -55,7 +57,10 @@ def make_table(
         written_at=time.time(),
         min_ready=min_ready,
         runs={run: RunEntry(epoch=1, max_staleness=2, current=name) for run, name in current.items()},
-        versions={name: live(name, state) for name, state in versions.items()},
+        versions={
+            name: replace(live(name, state), fate="voided" if name in voided else "retired")
+            for name, state in versions.items()
+        },
         members={
             name: Member(state="ready", url=url, engine_epoch=f"{name}-life-1", since=1.0, block_size=block_size)
             for name, url in urls.items()

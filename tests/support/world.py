@@ -11,6 +11,7 @@ another leader, is just a read that is not committed. Every commit is checked ag
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -30,6 +31,7 @@ from adaptersync_core.records import (
     RouterReport,
     RunRecord,
     SeenReplica,
+    SeenRouter,
     VersionRecord,
 )
 from adaptersync_core.table import Table
@@ -55,7 +57,10 @@ class Replica(Struct, frozen=True, kw_only=True):
 
 
 class World(Struct, frozen=True, kw_only=True):
-    """Everything there is. `read` is a decision that was made and is not committed yet; `heard` were alive for it."""
+    """Everything there is. `read` is a decision that was made and is not committed yet; `heard` were alive for it.
+
+    Routers that are `cut` off serve on and hear nothing.
+    """
 
     config: Config
     now: float = 1000.0
@@ -63,7 +68,8 @@ class World(Struct, frozen=True, kw_only=True):
     runs: dict[str, RunRecord] = {}
     published: dict[str, tuple[Manifest, ...]] = {}
     replicas: dict[str, Replica] = {}
-    routers: dict[str, RouterReport] = {}
+    routers: dict[str, SeenRouter] = {}
+    cut: tuple[str, ...] = ()
     requests: dict[str, Request] = {}
     records: dict[str, VersionRecord] = {}
     events: tuple[AnyEvent, ...] = ()
@@ -72,14 +78,21 @@ class World(Struct, frozen=True, kw_only=True):
 
 
 def new_world(
-    *, replicas: int = 2, min_ready: int = 1, runs: int = 1, max_staleness: int = 1, slots: int = 0, routers: int = 0
+    *,
+    replicas: int = 2,
+    min_ready: int = 1,
+    runs: int = 1,
+    max_staleness: int = 1,
+    slots: int = 0,
+    routers: int = 0,
+    gate: bool = False,
 ) -> World:
     """Replicas that have reported once, runs that have begun, and nothing decided yet."""
-    coordinator = CoordinatorSection(min_ready=min_ready, alive_s=5, deadline_s=60, drain_s=100, eject_s=10)
+    coordinator = CoordinatorSection(min_ready=min_ready, alive_s=5, deadline_s=60, drain_s=100, eject_s=10, gate=gate)
     world = World(
         config=Config(coordinator=coordinator, group=GroupSection(base_model="base")),
         replicas={f"r{number}": Replica(slots=slots) for number in range(1, replicas + 1)},
-        routers={f"g{number}": RouterReport(generation=0) for number in range(1, routers + 1)},
+        routers={f"g{number}": _heard(0) for number in range(1, routers + 1)},
     )
     for number in range(1, runs + 1):
         world = apply(world, ("begin", f"run{number}", str(max_staleness)))
@@ -144,20 +157,38 @@ def apply(world: World, action: Action) -> World:
                 published=world.published | {run: (*world.published.get(run, ()), new)},
             )
         case ("wait", seconds):
-            return replace(world, now=world.now + float(seconds))
+            older = {name: replace(seen, age_s=seen.age_s + float(seconds)) for name, seen in world.routers.items()}
+            return replace(world, now=world.now + float(seconds), routers=older)
         case ("ask", request, run, version):
-            asked = Request(kind="rollback", run=run, version=version, reason="asked")
+            return apply(world, ("ask", request, run, version, "rollback"))
+        case ("ask", request, run, version, kind):
+            asked = Request(kind=kind, run=run, version=version, reason="asked")
             return replace(world, requests=world.requests | {request: asked})
         case ("route", router):  # serves the present table and has nothing in flight
-            quiet = RouterReport(generation=world.table.generation)
-            return replace(world, routers=world.routers | {router: quiet})
+            if router in world.cut:
+                return world
+            return replace(world, routers=world.routers | {router: _heard(world.table.generation)})
+        case ("hear", router):  # says once more what it serves
+            if router in world.cut:
+                return world
+            return replace(world, routers=world.routers | {router: replace(world.routers[router], age_s=0.0)})
+        case ("cut", router):
+            return replace(world, cut=tuple(sorted({*world.cut, router})))
+        case ("mend", router):
+            return replace(world, cut=tuple(one for one in world.cut if one != router))
         case ("inflight", router, version):
-            busy = replace(world.routers[router], inflight={version: 1})
+            if router in world.cut:
+                return world
+            busy = _heard(world.routers[router].report.generation, inflight={version: 1})
             return replace(world, routers=world.routers | {router: busy})
         case (verb, name):
             changed = _replica(world, verb, name, world.replicas[name])
             return replace(world, replicas=world.replicas | {name: changed})
     raise ValueError(f"no such action: {action}")
+
+
+def _heard(generation: int, **more: Any) -> SeenRouter:
+    return SeenRouter(report=RouterReport(generation=generation, **more), age_s=0.0)
 
 
 def _replica(world: World, verb: str, name: str, replica: Replica) -> Replica:
@@ -271,6 +302,8 @@ def violations(world: World, decision: Decision) -> Iterator[str]:
             was = before.versions[entry.current].state
             if was not in ("staging", "ready", "retained"):
                 yield f"{run} moves to {entry.current}, which was {was}"
+            if world.config.coordinator.gate and was != "retained" and not before.versions[entry.current].admitted:
+                yield f"{run} moves to {entry.current}, which nobody admitted"
             if was != "retained" and len(after.window(run)) > entry.max_staleness + 1:
                 yield f"{run} has a window of {len(after.window(run))}"
     for name, version in after.versions.items():
@@ -281,6 +314,8 @@ def violations(world: World, decision: Decision) -> Iterator[str]:
             yield f"{name} no longer retires"
         if old is not None and old.state in ("current", "retained") and version.state == "staging":
             yield f"{name} is staged again"
+        if old is not None and version.drained and not old.drained and old.state == "retiring":
+            yield from _still_served(world, name)
     for name in before.versions.keys() - after.versions.keys():
         # one that was silent reconciles when it is back
         holders = [one for one in world.heard if name in world.replicas[one].loaded]
@@ -304,6 +339,17 @@ def violations(world: World, decision: Decision) -> Iterator[str]:
             yield f"{event.replica} is ejected below the floor"
 
 
+def _still_served(world: World, name: str) -> Iterator[str]:
+    """Routers that may still send requests to a version when its unloading begins."""
+    version = world.table.versions[name]
+    if world.now - version.since > world.config.coordinator.drain_s:
+        return
+    for router, seen in world.routers.items():
+        told = seen.report.generation >= version.changed_in and not seen.report.inflight.get(name)
+        if not told and seen.age_s <= seen.report.max_age_s:
+            yield f"{name} is unloaded while {router} serves it"
+
+
 def _unproved(world: World, name: str, versions: list[str]) -> Iterator[str]:
     replica = world.replicas[name]
     for version in versions:
@@ -318,6 +364,8 @@ def _unproved(world: World, name: str, versions: list[str]) -> Iterator[str]:
 def report_all(world: World) -> World:
     for name in world.replicas:
         world = apply(world, ("report", name))
+    for name in world.routers:
+        world = apply(world, ("hear", name))
     return world
 
 
@@ -350,7 +398,21 @@ def calm(world: World) -> World:
     for name in world.replicas:
         for verb in ("speak", "undrain", "relent"):
             world = apply(world, (verb, name))
+    for name in world.routers:
+        world = apply(world, ("mend", name))
     for _ in range(3):
-        world = settle(report_all(world))
+        world = admit_all(settle(report_all(world)))
         world = apply(world, ("wait", str(world.config.coordinator.eject_s)))
-    return settle(report_all(world))
+    return admit_all(settle(report_all(world)))
+
+
+def admit_all(world: World, limit: int = 10) -> World:
+    """An operator admits whatever is at the gate, until nothing is."""
+    for _ in range(limit):
+        waiting = [(name, one.run) for name, one in world.table.versions.items() if one.state == "ready"]
+        if not waiting:
+            return world
+        for name, run in waiting:
+            world = apply(world, ("ask", f"admit-{run}", run, name, "admit"))
+        world = settle(world)
+    raise AssertionError(f"still at the gate: {waiting}")

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from adaptersync_core.config import Config
 from adaptersync_core.errors import ControlError
 from adaptersync_core.registry import Registry
+from adaptersync_core.rollouts import Ended
 from adaptersync_core.table import Table
 from adaptersync_tools.cli.common import visit
 
@@ -31,6 +32,7 @@ class Live:
         self._offset = 0
         self._last: dict[str, Any] = {}
         self._told_at = time.monotonic()
+        self._ended = Ended()
         columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, TextColumn("{task.fields[figures]}"), console=console, transient=True)
         self._task = self._bar.add_task("training", total=steps, figures="")
@@ -76,7 +78,7 @@ class Live:
 
     def _fleet(self) -> list[str]:
         async def read(registry: Registry) -> tuple[Table, int]:
-            return await registry.table(), await registry.client.command("XLEN", registry.keys.rollouts)
+            return await registry.table(), await self._ended.read(registry)
 
         try:
             table, rollouts = visit(self._config, read)

@@ -20,6 +20,7 @@ import msgspec
 import orjson
 
 from adaptersync_core.registry import Registry
+from adaptersync_core.rollouts import Row, read_rollouts
 from adaptersync_tools import evidence, summary
 from adaptersync_tools.cli.common import run_command, visit
 from adaptersync_tools.cli.local import interrupt_on_sigterm
@@ -164,9 +165,9 @@ class Tour:
         return [msgspec.convert(line, summary.HeldOut) for line in read_lines(service.log_path) if "greedy" in line]
 
     def _collect(self, stack: Stack) -> summary.Summary:
-        async def read(registry: Registry) -> tuple[list[dict[str, str]], list[dict[str, str]], list[Any], list[str]]:
+        async def read(registry: Registry) -> tuple[list[dict[str, str]], list[Row], list[Any], list[str]]:
             events = await _whole_stream(registry, registry.keys.events)
-            rows = await _whole_stream(registry, registry.keys.rollouts)
+            rows = await read_rollouts(registry)
             kept = await registry.records([name for name, _ in await registry.published(RUN)])
             table = await registry.table()
             return events, rows, [manifest.timings for manifest, _ in kept if manifest], table.window(RUN)

@@ -55,7 +55,9 @@ def _rows(found: Summary) -> list[tuple[str, str | Text]]:
     rows.append(("versions", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in found.versions.items())))
     rollouts = found.rollouts
     given_up = f", {rollouts.given_up} given up by the trainer" if rollouts.given_up else ""
-    rows.append(("rollouts", f"{rollouts.ok} served, {rollouts.failed} failed{given_up}"))
+    marks = (("unknown", rollouts.unknown), ("voided", rollouts.voided), ("substituted", rollouts.substituted))
+    marked = "".join(f", {count} {name}" for name, count in marks if count)
+    rows.append(("rollouts", f"{rollouts.ok} served, {rollouts.failed} failed{given_up}{marked}"))
     rows.append(("by replica", _counts(rollouts.by_replica)))
     if answers := rollouts.by_version.values():
         rows.append(("by version", f"{len(answers)} versions, {min(answers)} to {max(answers)} each"))

@@ -13,6 +13,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from adaptersync_core.rollouts import UNKNOWN, Row
+
 EDGE_STEPS = 10  # the first and the last steps that are compared
 GAIN_ERRORS = 5.0  # by how many standard errors the reward must have risen
 RATIO_RANGE = (0.98, 1.02)
@@ -48,12 +50,19 @@ class Latency(Struct, frozen=True, kw_only=True):
 
 
 class Rollouts(Struct, frozen=True, kw_only=True):
-    """`given_up` were ended by their client or by the stop; `failed` is what the fleet owed and did not give."""
+    """`given_up` were ended by their client or by the stop; `failed` is what the fleet owed and did not give.
+
+    Of `unknown` ones nobody knows how they ended: a router died. `voided` ones, however they ended, had a version
+    that was found bad; `substituted` ones another than the trainer asked for.
+    """
 
     total: int
     ok: int
     failed: int
     given_up: int
+    unknown: int
+    voided: int
+    substituted: int
     by_version: dict[str, int]
     by_replica: dict[str, int]
     by_routing: dict[str, int]
@@ -155,27 +164,30 @@ def latency_of(events: Iterable[Fields], timings: Iterable[Mapping[str, float]])
     return {name: Latency(p50=median(values), max=max(values), count=len(values)) for name, values in found.items()}
 
 
-def rollouts_of(rows: Iterable[Fields]) -> Rollouts:
-    """Of the ledger; a row that was written twice counts once."""
-    unique = {row["request_id"]: row for row in rows}.values()
+def rollouts_of(rows: Sequence[Row]) -> Rollouts:
+    """Of the ledger, joined."""
 
     def count(field: str) -> dict[str, int]:
-        return dict(Counter(row[field] for row in unique if row.get(field)).most_common())
+        values = [getattr(row, field) for row in rows]
+        return dict(Counter(value for value in values if value).most_common())
 
-    outcomes = Counter(row["outcome"] for row in unique)
+    outcomes = Counter(row.outcome for row in rows)
     ok = sum(outcomes[name] for name in ENDED_WELL)
     given_up = sum(outcomes[name] for name in GIVEN_UP)
     return Rollouts(
-        total=len(unique),
+        total=len(rows),
         ok=ok,
         given_up=given_up,
-        failed=len(unique) - ok - given_up,
+        failed=len(rows) - ok - given_up - outcomes[UNKNOWN],
+        unknown=outcomes[UNKNOWN],
+        voided=sum(row.voided for row in rows),
+        substituted=sum(bool(row.substituted) for row in rows),
         by_version=count("version"),
         by_replica=count("replica"),
         by_routing=count("routing"),
         by_outcome=dict(outcomes),
-        cached_tokens=sum(int(row.get("cached_tokens") or 0) for row in unique),
-        prompt_tokens=sum(int(row.get("prompt_tokens") or 0) for row in unique),
+        cached_tokens=sum(row.cached_tokens or 0 for row in rows),
+        prompt_tokens=sum(row.prompt_tokens or 0 for row in rows),
     )
 
 
@@ -213,6 +225,10 @@ def judge(
         found.append("no version was promoted")
     if rollouts.failed:
         found.append(f"{rollouts.failed} rollouts failed")
+    if rollouts.unknown:
+        found.append(f"of {rollouts.unknown} rollouts nobody knows how they ended")
+    if rollouts.voided:
+        found.append(f"{rollouts.voided} rollouts are of voided versions")
     if not rollouts.ok:
         found.append("no rollout is in the ledger")
     if pauses is None:

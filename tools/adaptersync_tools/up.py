@@ -154,6 +154,7 @@ class Stack:
             "redis.control_url": f"redis://{HOST}:{control}/0",
             "redis.cache_url": f"redis://{HOST}:{cache}/0",
             "store.path": str(self.state_dir / "store"),
+            "router.spool_path": str(self.state_dir / "spool"),
             "router.host": HOST,
             "router.port": router,
             "relay.router_url": f"http://{HOST}:{router}",

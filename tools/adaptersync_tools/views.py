@@ -49,11 +49,14 @@ class RunView(Struct, frozen=True, kw_only=True):
 
 
 class RouterView(Struct, frozen=True, kw_only=True):
+    """`age_s`: since its last report."""
+
     router: str
     url: str
     generation: int
     behind: int
     inflight: int
+    age_s: float
 
 
 class StatusView(Struct, frozen=True, kw_only=True):
@@ -113,18 +116,20 @@ def status(fleet: Fleet, *, group: str, leader: str, lease_left_s: float, alive_
     routers = [
         RouterView(
             router=name,
-            url=report.url,
-            generation=report.generation,
-            behind=max(0, fleet.table.generation - report.generation),
-            inflight=sum(report.inflight.values()),
+            url=seen.report.url,
+            generation=seen.report.generation,
+            behind=max(0, fleet.table.generation - seen.report.generation),
+            inflight=sum(seen.report.inflight.values()),
+            age_s=seen.age_s,
         )
-        for name, report in sorted(fleet.routers.items())
+        for name, seen in sorted(fleet.routers.items())
+        if seen.may_serve
     ]
     problems = [
         *_leader_problems(leader, lease_left_s),
         *_replica_problems(replicas, fleet.table.min_ready, alive_s),
         *(_run_problem(run) for run in runs if run.current and run.replicas < run.ready),
-        *([] if routers else ["no router reports"]),
+        *_router_problems(routers, alive_s),
     ]
     return StatusView(
         group=group,
@@ -204,6 +209,14 @@ def _replica_problems(replicas: list[ReplicaView], min_ready: int, alive_s: floa
             yield f"{replica.replica} is {replica.state}: {replica.reason or 'no reason known'}"
         elif replica.age_s is None or replica.age_s > alive_s:
             yield f"{replica.replica} is silent" + (f" for {duration(replica.age_s)}" if replica.age_s else "")
+
+
+def _router_problems(routers: list[RouterView], alive_s: float) -> Iterator[str]:
+    if not any(router.age_s <= alive_s for router in routers):
+        yield "no router reports"
+    for router in routers:
+        if router.age_s > alive_s:
+            yield f"{router.router} is silent for {duration(router.age_s)}; retirement waits until it cannot serve"
 
 
 def _run_problem(run: RunView) -> str:

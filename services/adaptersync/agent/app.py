@@ -74,6 +74,7 @@ class Agent:
         self._busy: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, float] = {}
         self._loaded: list[str] = []
+        self._left: dict[str, float] = {}  # when a staged version was first seen to have left the table
         self.bell = Bell()
 
     async def observe(self) -> None:
@@ -145,9 +146,16 @@ class Agent:
         await self._registry.forget_acks(self._settings.name, work.forget)
         if work.unload:
             await self._report()
-        for name in await asyncio.to_thread(self._staging.staged):
+        await self._discard(table)
+
+    async def _discard(self, table: Table) -> None:
+        """Delete what has left the table long enough ago that no request, of whatever router, may still need it."""
+        now = time.monotonic()
+        staged = await asyncio.to_thread(self._staging.staged)
+        self._left = {name: self._left.get(name, now) for name in staged if name not in table.versions}
+        for name, since in self._left.items():
             in_use = name in self._busy or name in self._loaded or name in self._engine.unsettled
-            if name not in table.versions and not in_use:
+            if now - since >= self._settings.keep_s and not in_use:
                 await asyncio.to_thread(self._staging.discard, name)
 
     def _done(self, name: str, task: asyncio.Task[None]) -> None:

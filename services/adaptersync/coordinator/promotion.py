@@ -1,7 +1,8 @@
 """From published to current, or not. Pure.
 
 One version of a run is on its way in at a time. It becomes current when every ready replica, and at least `min_ready`,
-accepted it in the present life of its engine; the same is checked again where the decision is committed.
+accepted it in the present life of its engine; the same is checked again where the decision is committed. Where there
+is a gate, it waits there as `ready` until an operator has admitted it, and its acks are then looked at once more.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 from adaptersync.coordinator.draft import Draft
 from adaptersync.coordinator.membership import alive, answer, can_spare, slots_of
 from adaptersync_core.config import Config
-from adaptersync_core.events import VersionPromoted, VersionRolledBack, VersionStaging, VersionSuperseded
+from adaptersync_core.events import VersionPromoted, VersionReady, VersionRolledBack, VersionStaging, VersionSuperseded
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import Fleet
 from adaptersync_core.registry import PUBLICATIONS_AT_ONCE
@@ -140,7 +141,12 @@ def conclude(fleet: Fleet, config: Config) -> Draft | None:
         refused = {name: ack.reason for name, ack in answers.items() if ack is not None and not ack.accepted}
         silent = [name for name, ack in answers.items() if ack is None]
         if not refused and not silent:
-            return _promote(fleet, run, candidate, ready)
+            version = table.versions[candidate]
+            if not config.coordinator.gate or version.admitted:
+                return _promote(fleet, run, candidate, ready)
+            if version.state == "ready":
+                continue
+            return _to_the_gate(fleet, candidate, ready)
         if len(refused) * 2 >= len(ready):
             return _roll_back(fleet, candidate, "; ".join(f"{name}: {why}" for name, why in refused.items()))
         deadline_s = config.coordinator.deadline_s
@@ -157,6 +163,15 @@ def conclude(fleet: Fleet, config: Config) -> Draft | None:
             draft.member(name, "ejected", why, table.members[name])
         return draft
     return None
+
+
+def _to_the_gate(fleet: Fleet, candidate: str, ready: list[str]) -> Draft:
+    draft = Draft(fleet)
+    for name in ready:
+        draft.need_acks(name, fleet.table.members[name].engine_epoch, [candidate])
+    draft.enter(candidate, "ready")
+    draft.events.append(VersionReady(version=candidate, generation=draft.generation, replicas=" ".join(ready)))
+    return draft
 
 
 def _promote(fleet: Fleet, run: str, candidate: str, ready: list[str]) -> Draft:

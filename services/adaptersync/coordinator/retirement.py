@@ -1,10 +1,13 @@
 """From retained to gone, and back from a bad version. Pure.
 
-A version that retires is sent nothing new; once every live router has said so and has none of its requests in flight,
-agents unload it; once no replica holds it, it is gone. Files are deleted by nobody before that.
+A version that retires is sent nothing new; once every router that may still serve has said so and has none of its
+requests in flight, agents unload it; once no replica holds it, it is gone. Files are deleted by nobody before that.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from msgspec.structs import replace
 
@@ -21,9 +24,13 @@ def drain(fleet: Fleet, config: Config) -> Draft | None:
     for name, version in fleet.table.versions.items():
         if version.state != "retiring" or version.drained:
             continue
+        # a router that is cut off serves its last table for a time; past it, it serves nothing, wherever it is
         quiet = all(
-            router.generation >= version.changed_in and not router.inflight.get(name)
+            router.report.incarnation == fleet.table.incarnation
+            and router.report.generation >= version.changed_in
+            and not router.report.inflight.get(name)
             for router in fleet.routers.values()
+            if router.may_serve
         )
         if quiet or fleet.now - version.since > config.coordinator.drain_s:
             draft.versions[name] = replace(version, drained=True, since=fleet.now)
@@ -53,7 +60,8 @@ def requests(fleet: Fleet, config: Config) -> Draft | None:
     for request_id, request in sorted(fleet.requests.items()):
         draft = Draft(fleet)
         draft.answered.append(request_id)
-        refusal = _roll_back(fleet, draft, request)
+        answer = ANSWERS.get(request.kind)
+        refusal = answer(fleet, draft, request) if answer else f"there is no request of kind {request.kind}"
         if refusal:
             draft.events.append(RequestRefused(request=request_id, reason=refusal))
         return draft
@@ -64,8 +72,6 @@ def _roll_back(fleet: Fleet, draft: Draft, request: Request) -> str:
     """Go back to an earlier version of a run, or give up its candidate; returns why that cannot be done."""
     table = fleet.table
     entry = table.runs.get(request.run)
-    if request.kind != "rollback":
-        return f"there is no request of kind {request.kind}"
     if entry is None:
         return f"there is no run {request.run}"
     reason = request.reason or "asked by an operator"
@@ -86,3 +92,32 @@ def _roll_back(fleet: Fleet, draft: Draft, request: Request) -> str:
     draft.enter(target, "current")
     draft.runs[request.run] = replace(entry, current=target)
     return ""
+
+
+def _admit(fleet: Fleet, draft: Draft, request: Request) -> str:
+    """Let a version through the gate; it becomes current when its acks, looked at once more, still allow it."""
+    if refusal := _not_at_the_gate(fleet, request):
+        return refusal
+    draft.versions[request.version] = replace(fleet.table.versions[request.version], admitted=True)
+    return ""
+
+
+def _refuse(fleet: Fleet, draft: Draft, request: Request) -> str:
+    if refusal := _not_at_the_gate(fleet, request):
+        return refusal
+    reason = request.reason or "refused at the gate"
+    draft.give_up(request.version, reason, fate="rolled_back")
+    draft.events.append(VersionRolledBack(version=request.version, generation=draft.generation, reason=reason))
+    return ""
+
+
+def _not_at_the_gate(fleet: Fleet, request: Request) -> str:
+    version = fleet.table.versions.get(request.version)
+    if version is None or version.run != request.run:
+        return f"{request.version or 'no version'} is not on its way in run {request.run}"
+    return "" if version.state == "ready" else f"{request.version} is {version.state}, not at the gate"
+
+
+ANSWERS: Mapping[str, Callable[[Fleet, Draft, Request], str]] = MappingProxyType(
+    {"rollback": _roll_back, "admit": _admit, "refuse": _refuse}
+)

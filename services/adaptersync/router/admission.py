@@ -26,15 +26,19 @@ class Admission:
         self._held_requests = held_requests
         self.held = 0
 
-    async def admit(self, name: str) -> Target:
-        """The target for `name`, which may be sent at once: nothing happens between the decision and the return."""
+    async def admit(self, name: str, *, gate: bool = False) -> Target:
+        """The target for `name`, which may be sent at once: nothing happens between the decision and the return.
+
+        `gate`: the caller may have a version that waits at the gate, by its own name.
+        """
         deadline = 0.0
         while True:
             table = self._view.serving()
-            answer = resolve(table, name, base_model=self._base_model, fate=self._fates.get(name, table.generation))
+            known = self._fates.get(name, table.generation)
+            answer = resolve(table, name, base_model=self._base_model, fate=known, gate=gate)
             if isinstance(answer, Ask):
                 fate = await self._ask(name, answer, table.generation)
-                answer = resolve(self._view.serving(), name, base_model=self._base_model, fate=fate)
+                answer = resolve(self._view.serving(), name, base_model=self._base_model, fate=fate, gate=gate)
             if isinstance(answer, Target):
                 return answer
             if isinstance(answer, Hold):

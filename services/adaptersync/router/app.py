@@ -8,6 +8,7 @@ import logging
 import secrets
 import signal
 from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector, web
@@ -19,7 +20,7 @@ from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
 from adaptersync.router.ownership import Ownership
 from adaptersync.router.proxy import Proxy
-from adaptersync.router.report import report
+from adaptersync.router.report import Reporter
 from adaptersync.router.status import ENGINE_CALLS, Status, refuse_engine_call, refuse_path
 from adaptersync.router.table import TableView
 from adaptersync_core.bus import Bell, ring_on_events
@@ -27,7 +28,6 @@ from adaptersync_core.config import Config
 from adaptersync_core.errors import ControlError, ControlUnavailable
 from adaptersync_core.keys import Keys
 from adaptersync_core.pipe import Pipe
-from adaptersync_core.records import RouterReport
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 
@@ -48,7 +48,7 @@ class Serving(NamedTuple):
 
 
 async def run_router(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT, then let requests in flight end and the ledger be written."""
+    """Serve until SIGTERM or SIGINT, then let requests in flight end and the ledger be written; it outlives a kill."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -95,7 +95,9 @@ async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[
         cache, keys, router=name, spill=settings.spill, blocks_per_version=settings.blocks_per_version
     )
     outages, metrics = Outages(), Metrics()
-    ledger = Ledger(rows, keys.rollouts, queue=settings.ledger_queue)
+    ledger = await Ledger.at(
+        rows, keys.rollouts, directory=Path(settings.spool_path), name=name, capacity=settings.spool_bytes
+    )
     proxy = Proxy(
         name=name,
         settings=settings,
@@ -110,6 +112,7 @@ async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[
     status = Status(
         name=name,
         base_model=config.group.base_model,
+        refuses_unrecorded=settings.when_spool_full == "refuse",
         session=session,
         view=view,
         admission=admission,
@@ -131,10 +134,10 @@ async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[
     app.router.add_route("*", "/{path:.*}", refuse_path)
 
     bell = Bell()
-    with contextlib.suppress(ControlError):
-        # before the table is read: from here on nothing in it is unloaded without our word
-        await registry.report_router(name, RouterReport(generation=0))
+    reporter = Reporter(registry, view, proxy, name=name, max_age_s=settings.table_max_age_s)
+    await reporter.tell()  # before the table is read: from here on nothing in it is unloaded without our word
     await view.read()
+    await reporter.tell()
     for pipe in (cache, rows):
         with contextlib.suppress(ControlUnavailable):
             await pipe.connect()
@@ -144,7 +147,7 @@ async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[
         site = web.TCPSite(runner, settings.host, settings.port, reuse_port=True, backlog=2048)
         await site.start()
         host, port = runner.addresses[0][:2]
-        url = f"http://{host}:{port}"
+        url = reporter.url = f"http://{host}:{port}"
         work = asyncio.create_task(
             _work(
                 view.follow(bell),
@@ -153,7 +156,7 @@ async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[
                 ownership.beat(),
                 ownership.tell_ends(),
                 ledger.write(),
-                report(registry, view, proxy, name=name, url=url),
+                reporter.run(),
             )
         )
         try:
@@ -167,7 +170,7 @@ async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[
                 await work
     finally:
         await runner.cleanup()
-        await ledger.flush(FLUSH_S)
+        await ledger.stop(FLUSH_S)
         await ownership.leave()
         with contextlib.suppress(ControlError):
             await registry.forget_router(name)

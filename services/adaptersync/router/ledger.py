@@ -1,133 +1,229 @@
-"""One row for every rollout that was asked for: what served it, how it was routed, how long it took, how it ended.
+"""From this router to the `rollouts` stream: rows are opened before a request is sent on, and closed at its end.
 
-Rows wait in a bounded queue and are written in batches to the `rollouts` stream; while Redis is away they wait. A row
-may be written twice when a reply is lost: readers go by `request_id`. What does not fit is counted, never silent.
+A row goes to the spool first, which outlives this process, and from there to Redis in batches, again where a reply was
+lost: readers go by `request_id`. A request that ends soon leaves one entry, a long one is told of as `open` meanwhile.
+What a router that died had open is closed as `unknown` by whoever takes its spool over. While Redis is away rows wait;
+when the spool is full nothing more is opened, and what must be written all the same is counted as lost, never silent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
+from pathlib import Path
+from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec.structs import replace
 
+from adaptersync.router.spool import RECORD_BYTES, Record, Spool, own_and_left
 from adaptersync_core.bus import Bell
 from adaptersync_core.errors import ControlError
-from adaptersync_core.pipe import Argument, Pipe
+from adaptersync_core.pipe import Pipe
+from adaptersync_core.rollouts import OPEN, UNKNOWN, Row, to_fields
 
 BATCH = 256  # rows in one round trip
 GATHER_S = 0.05  # rows that end within this are written together
+OPEN_S = 1.0  # a request that takes longer is told of before it ends
 RETRY_S = 0.5
+ROW_BYTES = RECORD_BYTES - 64  # what is longer loses its reason and what the client called it
+DIED = "router died before it ended"
 
 log = logging.getLogger(__name__)
 
 
-class Row(Struct, frozen=True, kw_only=True):
-    """`version` is the adapter id (the base model's name for the base); times are seconds; None is not known.
+class Waiting(msgspec.Struct):
+    """A row on its way to Redis; `row` is set where the record does not say it as it shall be written."""
 
-    `outcome`: ok; refused (by us or by the replica, see `status`); upstream_error; client_gone; stopped (by us).
-    `first_byte_s` counts from sending to the replica. `started_at` is this host's wall clock. `substituted` is the
-    name a relay was asked for where it asks for another version in its place.
-    """
+    spool: Spool
+    record: Record
+    row: dict[str, Any] | None = None
 
-    request_id: str
-    router: str
-    path: str
-    asked: str
-    outcome: str
-    status: int
-    started_at: float
-    total_s: float
-    run: str = ""
-    version: str = ""
-    digest: str = ""
-    replica: str = ""
-    engine_epoch: str = ""
-    routing: str = ""
-    owned_blocks: int | None = None
-    attempts: int = 0
-    hold_s: float | None = None
-    route_s: float | None = None
-    first_byte_s: float | None = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
-    generation: int = 0
-    substituted: str = ""
-    reason: str = ""
+
+class Opened(msgspec.Struct):
+    """A request on its way: where its row is in the spool, and since when."""
+
+    record: Record
+    since: float
+    ended: bool = False
 
 
 class Ledger:
-    """The queue and its writer. `lost` counts rows that found the queue full or were not written before the stop."""
+    """`lost` counts requests that were served without a row, `untold` refusals without one: there was no room."""
 
-    def __init__(self, pipe: Pipe, stream: str, *, queue: int) -> None:
+    def __init__(self, pipe: Pipe, stream: str, *, spool: Spool, left: list[Spool]) -> None:
+        """`left` are spools of routers that are gone: they are emptied and removed."""
         self._pipe = pipe
         self._stream = stream
-        self._limit = queue
-        self._rows: deque[Row] = deque()
+        self._spool = spool
+        self._left = left
+        self._waiting: deque[Waiting] = deque()
+        self._opened: dict[str, Opened] = {}
+        self._untold: deque[Opened] = deque()
         self._bell = Bell()
         self.written = 0
         self.lost = 0
+        self.untold = 0
+        for each in (spool, *left):
+            self._take_over(each)
+
+    @classmethod
+    async def at(cls, pipe: Pipe, stream: str, *, directory: Path, name: str, capacity: int) -> Ledger:
+        """A ledger with its spool in `directory`; StoreError when there is no room for it."""
+        spool, left = await asyncio.to_thread(own_and_left, directory, name, capacity)
+        return cls(pipe, stream, spool=spool, left=left)
 
     @property
     def waiting(self) -> int:
-        return len(self._rows)
+        """Rows that ended and are not yet in Redis."""
+        return len(self._waiting)
 
-    def add(self, row: Row) -> None:
-        if len(self._rows) >= self._limit:
-            self.lost += 1
+    @property
+    def spool_used(self) -> int:
+        return self._spool.used
+
+    @property
+    def full(self) -> bool:
+        """Whether a request more can be recorded: its end must fit as well, and the end of every other that runs."""
+        return self._spool.free < (len(self._opened) + 2) * RECORD_BYTES
+
+    def open(self, row: Row) -> bool:
+        """Record that a request is about to be sent on, or is sent elsewhere; False when there is no room.
+
+        `row` has the outcome `open`.
+        """
+        known = self._opened.get(row.request_id)
+        if known is None and self.full:
+            return False
+        record = self._spool.append(_encode(row))
+        if record is None:
+            return known is not None
+        record.kept = True
+        if known is not None:
+            known.record.done = True
+            known.record = record
+            return True
+        opened = self._opened[row.request_id] = Opened(record, time.monotonic())
+        self._untold.append(opened)
+        return True
+
+    def close(self, row: Row, *, sent: bool) -> None:
+        """Record how a request ended; `sent` when a replica was asked."""
+        opened = self._opened.pop(row.request_id, None)
+        record = self._spool.append(_encode(row)) if opened is not None or not self.full else None
+        if record is None:
+            if sent:
+                self.lost += 1
+            else:
+                self.untold += 1
             return
-        self._rows.append(row)
+        if opened is not None:
+            opened.ended = opened.record.done = True
+        self._waiting.append(Waiting(self._spool, record))
         self._bell.ring()
 
     async def write(self) -> None:
         """Write what waits; runs until cancelled."""
         away = False
         while True:
-            await self._bell.wait(60.0)
+            await self._bell.wait(OPEN_S)
             await asyncio.sleep(GATHER_S)
-            while self._rows:
-                try:
-                    await self._write_batch()
-                    away = False
-                except ControlError as error:
-                    if not away:
-                        log.warning("ledger rows wait: %s", error)
-                    away = True
-                    await asyncio.sleep(RETRY_S)
+            try:
+                await self._write_all()
+                away = False
+            except ControlError as error:
+                if not away:
+                    log.warning("ledger rows wait: %s", error)
+                away = True
+                self._bell.ring()
+                await asyncio.sleep(RETRY_S)
 
-    async def flush(self, timeout_s: float) -> None:
-        """Write what is left before a stop; what cannot be written in time is counted as lost and logged."""
+    async def stop(self, timeout_s: float) -> None:
+        """Write what is left; what cannot be written in time stays in the spool for the next router here."""
         try:
             async with asyncio.timeout(timeout_s):
-                while self._rows:
+                while self._waiting:
                     try:
-                        await self._write_batch()
+                        await self._write_all()
                     except ControlError:
                         await asyncio.sleep(GATHER_S)
         except TimeoutError:
-            self.lost += len(self._rows)
-            log.error("%d ledger rows are lost: they could not be written before the stop", len(self._rows))
-            self._rows.clear()
+            log.warning("%d ledger rows stay in %s until a router starts here", len(self._waiting), self._spool.path)
+        for spool in (self._spool, *self._left):
+            await asyncio.to_thread(spool.close)
 
-    async def _write_batch(self) -> None:
-        batch = [self._rows[place] for place in range(min(BATCH, len(self._rows)))]
-        replies = await self._pipe.calls(("XADD", self._stream, "*", *_fields(row)) for row in batch)
-        for _ in batch:
-            self._rows.popleft()
-        failed = [(row, reply) for row, reply in zip(batch, replies, strict=True) if isinstance(reply, ControlError)]
-        self._rows.extendleft(row for row, _ in reversed(failed))
-        self.written += len(batch) - len(failed)
-        if failed:
-            raise failed[0][1]
+    async def _write_all(self) -> None:
+        """Batch after batch until nothing waits; ControlError when one could not be written, or not all of it."""
+        while True:
+            opened = self._long_running()
+            ended = [self._waiting[place] for place in range(min(BATCH, self.waiting))]
+            if not opened and not ended:
+                return
+            rows = [_read(self._spool, each.record) for each in opened]
+            rows += [each.row or _read(each.spool, each.record) for each in ended]
+            try:
+                replies = await self._pipe.calls(("XADD", self._stream, "*", *to_fields(row)) for row in rows)
+            except ControlError:
+                self._untold.extendleft(reversed(opened))
+                raise
+            failed = [reply for reply in replies if isinstance(reply, ControlError)]
+            told, written = replies[: len(opened)], replies[len(opened) :]
+            again = [each for each, reply in zip(opened, told, strict=True) if isinstance(reply, ControlError)]
+            self._untold.extendleft(reversed(again))
+            for each, reply in zip(ended, written, strict=True):
+                self._waiting.popleft()
+                each.record.done = not isinstance(reply, ControlError)
+            self._waiting.extendleft(each for each in reversed(ended) if not each.record.done)
+            self.written += sum(each.record.done for each in ended)
+            await self._give_back()
+            if failed:
+                raise failed[0]
+
+    def _long_running(self) -> list[Opened]:
+        """Requests that have run long enough to be told of, the oldest first; they no longer wait for it."""
+        found: list[Opened] = []
+        untold, due = self._untold, time.monotonic() - OPEN_S
+        while untold and len(found) < BATCH and (untold[0].ended or untold[0].since <= due):
+            opened = untold.popleft()
+            if not opened.ended:
+                found.append(opened)
+        return found
+
+    async def _give_back(self) -> None:
+        for spool in (self._spool, *self._left):
+            spool.trim()
+        for spool in [each for each in self._left if not each.used]:
+            self._left.remove(spool)
+            await asyncio.to_thread(spool.close)
+
+    def _take_over(self, spool: Spool) -> None:
+        """Queue what a router left behind; what it had open is over, and nobody knows how it ended."""
+        opened: dict[str, Waiting] = {}
+        for record in spool:
+            row = _read(spool, record)
+            request_id = row["request_id"]
+            before = opened.pop(request_id, None)
+            if before is not None:
+                before.record.done = True
+            if row["outcome"] == OPEN:
+                died = row | {"outcome": UNKNOWN, "reason": DIED}
+                opened[request_id] = Waiting(spool, record, died)
+            else:
+                self._waiting.append(Waiting(spool, record))
+        self._waiting.extend(opened.values())
+        if self._waiting:
+            log.info("%d ledger rows were left in %s, %d of them open", len(self._waiting), spool.path, len(opened))
+            self._bell.ring()
 
 
-def _fields(row: Row) -> list[Argument]:
-    """Field, value, field, value, ...; microseconds are precise enough."""
-    fields: list[Argument] = []
-    for name, value in msgspec.structs.asdict(row).items():
-        if value is not None and value != "":
-            fields += name, f"{value:.6f}" if type(value) is float else value
-    return fields
+def _encode(row: Row) -> bytes:
+    payload = msgspec.json.encode(row)
+    if len(payload) > ROW_BYTES:
+        payload = msgspec.json.encode(replace(row, reason="", asked="", substituted=""))
+    return payload
+
+
+def _read(spool: Spool, record: Record) -> dict[str, Any]:
+    return msgspec.json.decode(spool.payload(record), type=dict[str, Any])

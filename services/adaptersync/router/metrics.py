@@ -44,7 +44,9 @@ class Metrics:
         self.table_age_s = gauge("table_age_seconds", "Time since the table was last read")
         self.ledger_waiting = gauge("ledger_waiting", "Ledger rows not yet written")
         self.ledger_written = gauge("ledger_written", "Ledger rows written since the start")
-        self.ledger_lost = gauge("ledger_lost", "Ledger rows lost since the start")
+        self.ledger_lost = gauge("ledger_lost", "Requests served without a ledger row since the start")
+        self.ledger_untold = gauge("ledger_untold", "Refusals without a ledger row since the start")
+        self.ledger_spool = gauge("ledger_spool_bytes", "Bytes of the spool that rows take")
         self.cache_reachable = gauge("cache_reachable", "1 when prefix ownership can be asked for")
         self._replicas: set[str] = set()
 

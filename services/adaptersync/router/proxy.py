@@ -1,13 +1,14 @@
 """The hot path: one request in, one replica chosen, its answer passed through, one ledger row.
 
-Reads of a body only what routing needs, and changes in it only a name that had to be resolved. Until the client has
-received a byte, a replica that fails is replaced by another. Nothing here knows how names are resolved or owners
-found.
+Reads of a body only what routing needs, and changes in it only a name that had to be resolved. No replica is asked
+before the row is opened. Until the client has received a byte, a replica that fails is replaced by another. Nothing
+here knows how names are resolved or owners found.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import secrets
 import time
 from collections import Counter
@@ -27,7 +28,7 @@ from msgspec import Raw, Struct
 
 from adaptersync.router.admission import Admission
 from adaptersync.router.answers import refusal
-from adaptersync.router.ledger import Ledger, Row
+from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
 from adaptersync.router.ownership import Ownership
@@ -41,12 +42,13 @@ from adaptersync_core import headers
 from adaptersync_core.blocks import block_hashes
 from adaptersync_core.config import RouterSection
 from adaptersync_core.errors import Unroutable
+from adaptersync_core.rollouts import LABEL, OPEN, Row
 
 ATTEMPTS = 3  # replicas asked for one request
 WHOLE_BYTES = 256 << 10  # answers up to this size, where known, are read before the first byte is passed on
 FAILED = frozenset({500, 502, 503, 504})  # statuses another replica may do better than
 CLIENT_GONE = 499
-NAME_CHARS = 128  # of a name that a client gave are kept
+REASON = 200  # characters of a reason that are kept
 
 
 class Asked(Struct, frozen=True):
@@ -66,23 +68,33 @@ class _Call:
         "choice",
         "engine_epoch",
         "first_byte_s",
+        "gate",
         "generation",
         "hold_s",
         "outcome",
+        "path",
         "reason",
+        "recorded",
         "request_id",
         "route_s",
+        "sent",
         "started",
         "started_at",
         "status",
         "substituted",
         "target",
         "usage",
+        "voided",
     )
 
-    def __init__(self, request_id: str, substituted: str) -> None:
+    def __init__(self, request_id: str, request: web.Request, *, recorded: bool, gate: bool) -> None:
         self.request_id = request_id
-        self.substituted = substituted[:NAME_CHARS]
+        self.path = request.path
+        self.recorded = recorded
+        self.gate = gate
+        self.substituted = _printable(request.headers.get(headers.SUBSTITUTED, ""))
+        self.sent = False
+        self.voided = False
         self.started = time.monotonic()
         self.started_at = time.time()
         self.asked = ""
@@ -105,7 +117,42 @@ class _Call:
             ours[headers.VERSION] = self.target.model
         if self.choice is not None:
             ours[headers.REPLICA] = self.choice.replica
+        if self.voided:
+            ours[headers.VOIDED] = "1"
         return ours
+
+    def row(self, router: str, outcome: str, total_s: float | None = None) -> Row:
+        """As far as it has come."""
+        target, choice, usage = self.target, self.choice, self.usage
+        return Row(
+            request_id=self.request_id,
+            router=router,
+            path=self.path,
+            asked=self.asked,
+            outcome=outcome,
+            status=self.status,
+            started_at=self.started_at,
+            total_s=total_s,
+            run=target.run if target else "",
+            version=target.model if target else "",
+            digest=target.digest if target else "",
+            replica=choice.replica if choice else "",
+            engine_epoch=self.engine_epoch,
+            routing=choice.outcome if choice else "",
+            owned_blocks=choice.owned if choice else None,
+            attempts=self.attempts,
+            hold_s=self.hold_s,
+            route_s=self.route_s,
+            first_byte_s=self.first_byte_s,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+            generation=self.generation,
+            voided=self.voided,
+            gated=self.gate,
+            substituted=self.substituted,
+            reason=self.reason[:REASON],
+        )
 
 
 class _Elsewhere(Exception):
@@ -158,13 +205,14 @@ class Proxy:
 
     async def _handle(self, request: web.Request, *, generates: bool) -> web.StreamResponse:
         self._count += 1
-        call = _Call(f"{self._prefix}-{self._count:x}", request.headers.get(headers.SUBSTITUTED, ""))
+        call = _Call(f"{self._prefix}-{self._count:x}", request, recorded=generates, gate=self._opens_gate(request))
         try:
             return await self._serve(request, call, generates=generates)
         except Unroutable as error:
             if call.outcome == "ok":
                 call.outcome = "refused"
             call.status, call.reason = error.status, str(error)
+            self._look_for_void(call)
             return refusal(error, status=error.status, headers=call.headers())
         except (asyncio.CancelledError, ConnectionError):
             call.outcome, call.status = "stopped" if self.stopping else "client_gone", CLIENT_GONE
@@ -173,13 +221,13 @@ class Proxy:
             call.outcome, call.status, call.reason = "router_error", 500, repr(error)[:200]
             raise
         finally:
-            self._close(request, call, row=generates)
+            self._close(call)
 
     async def _serve(self, request: web.Request, call: _Call, *, generates: bool) -> web.StreamResponse:
         body, asked = await self._read(request)
         if asked.model:
-            call.asked = asked.model[:NAME_CHARS]
-            target = await self._admission.admit(asked.model)
+            call.asked = asked.model[:LABEL]
+            target = await self._admission.admit(asked.model, gate=call.gate)
             call.hold_s = time.monotonic() - call.started
         elif generates:
             raise Unroutable("request names no model", status=400, next_step="see GET /v1/models")
@@ -274,6 +322,8 @@ class Proxy:
         if member is None:
             raise _Elsewhere("gone", "replica left while it was chosen")
         call.engine_epoch = member.engine_epoch
+        if call.recorded:
+            self._record(call)
         sent_at = time.monotonic()
         try:
             async with self._session.post(
@@ -293,6 +343,7 @@ class Proxy:
                     self._metrics.missing.labels(replica).inc()
                     raise _Elsewhere("missing_version", "replica does not know the version")
                 self._answered(call, whole[-TAIL_BYTES:])
+                self._look_for_void(call)
                 passed = answer_headers(answer, call.headers())
                 return web.Response(status=answer.status, body=whole, headers=passed)
         except (ClientError, TimeoutError, OSError) as error:
@@ -309,6 +360,7 @@ class Proxy:
 
         When the replica fails half-way the client's connection is cut: it must not take what it has for all of it.
         """
+        self._look_for_void(call)
         response = web.StreamResponse(status=answer.status, headers=answer_headers(answer, call.headers()))
         response.content_length = answer.content_length
         tail = b""
@@ -335,9 +387,33 @@ class Proxy:
             call.outcome = "refused" if call.status < 500 else "upstream_error"
             call.reason = tail[:200].decode(errors="replace")
 
-    def _close(self, request: web.Request, call: _Call, *, row: bool) -> None:
+    def _opens_gate(self, request: web.Request) -> bool:
+        shown, wanted = request.headers.get(headers.GATE), self._settings.gate_token
+        if not shown or not wanted:
+            return False
+        return hmac.compare_digest(shown.encode(errors="surrogateescape"), wanted.encode())
+
+    def _record(self, call: _Call) -> None:
+        """Open the row, or have it name another replica; whether the ledger has room decides if we serve."""
+        call.sent = True
+        if self._ledger.open(call.row(self._name, OPEN)) or self._settings.when_spool_full == "serve":
+            return
+        call.sent = False
+        raise Unroutable(
+            "ledger's spool is full: the request could not be recorded",
+            status=503,
+            retry_after_s=RETRY_S,
+            next_step="check the control server",
+            router=self._name,
+        )
+
+    def _look_for_void(self, call: _Call) -> None:
+        """Has the version been found bad while this ran?"""
+        call.voided = call.voided or (call.target is not None and self._view.table.voided(call.target.model))
+
+    def _close(self, call: _Call) -> None:
         total_s = time.monotonic() - call.started
-        metrics, target, choice, usage = self._metrics, call.target, call.choice, call.usage
+        metrics, usage = self._metrics, call.usage
         metrics.requests.labels(call.outcome, str(call.status)).inc()
         metrics.total_s.observe(total_s)
         if call.hold_s is not None:
@@ -348,37 +424,9 @@ class Proxy:
             metrics.first_byte_s.observe(call.first_byte_s)
         metrics.prompt_tokens.inc(usage.prompt_tokens or 0)
         metrics.cached_tokens.inc(usage.cached_tokens or 0)
-        if not row:
-            return
-        self._ledger.add(
-            Row(
-                request_id=call.request_id,
-                router=self._name,
-                path=request.path,
-                asked=call.asked,
-                outcome=call.outcome,
-                status=call.status,
-                started_at=call.started_at,
-                total_s=total_s,
-                run=target.run if target else "",
-                version=target.model if target else "",
-                digest=target.digest if target else "",
-                replica=choice.replica if choice else "",
-                engine_epoch=call.engine_epoch,
-                routing=choice.outcome if choice else "",
-                owned_blocks=choice.owned if choice else None,
-                attempts=call.attempts,
-                hold_s=call.hold_s,
-                route_s=call.route_s,
-                first_byte_s=call.first_byte_s,
-                prompt_tokens=usage.prompt_tokens,
-                completion_tokens=usage.completion_tokens,
-                cached_tokens=usage.cached_tokens,
-                generation=call.generation,
-                substituted=call.substituted,
-                reason=call.reason,
-            )
-        )
+        if call.recorded:
+            self._look_for_void(call)
+            self._ledger.close(call.row(self._name, call.outcome, total_s), sent=call.sent)
 
 
 def _rename(body: bytes, model: str) -> bytes:
@@ -386,6 +434,11 @@ def _rename(body: bytes, model: str) -> bytes:
     fields = msgspec.json.decode(body, type=dict[str, Raw])
     fields["model"] = Raw(msgspec.json.encode(model))
     return msgspec.json.encode(fields)
+
+
+def _printable(label: str) -> str:
+    """What may stand in a row, whatever bytes a header held."""
+    return label[:LABEL].encode(errors="replace").decode()
 
 
 def _said(error: BaseException) -> str:

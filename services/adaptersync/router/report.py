@@ -3,33 +3,59 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from adaptersync.router.proxy import Proxy
 from adaptersync.router.table import TableView
 from adaptersync_core.errors import ControlError
 from adaptersync_core.records import RouterReport
 from adaptersync_core.registry import Registry
+from adaptersync_core.table import Table
 
 REPORT_S = 1.0  # between reports, when the table does not change
 
 log = logging.getLogger(__name__)
 
 
-async def report(registry: Registry, view: TableView, proxy: Proxy, *, name: str, url: str) -> None:
-    """Report at once when the table changes, and on a timer; runs until cancelled.
+class Reporter:
+    """Until it has been told once, nothing may be served: the coordinator would not wait for this router."""
 
-    Generation and counts are taken in one step: whoever was resolved by an older table is in the counts.
-    """
-    away = False
-    while True:
-        generation = view.table.generation
-        said = RouterReport(generation=generation, url=url, inflight=dict(proxy.serving))
+    def __init__(self, registry: Registry, view: TableView, proxy: Proxy, *, name: str, max_age_s: float) -> None:
+        self._registry = registry
+        self._view = view
+        self._proxy = proxy
+        self._name = name
+        self._max_age_s = max_age_s
+        self._away = False
+        self.url = ""
+
+    async def tell(self) -> Table | None:
+        """Report once; returns the table that was reported, None when the control server could not be told.
+
+        Table and counts are taken in one step: whoever was resolved by an older table is in the counts.
+        """
+        table, at = self._view.table, time.monotonic()
+        said = RouterReport(
+            generation=table.generation,
+            incarnation=table.incarnation,
+            max_age_s=self._max_age_s,
+            url=self.url,
+            inflight=dict(self._proxy.serving),
+        )
         try:
-            await registry.report_router(name, said)
-            away = False
+            await self._registry.report_router(self._name, said)
         except ControlError as error:
-            if not away:
+            if not self._away:
                 log.warning("report not written: %s", error)
-            away = True
-        if view.table.generation == generation or away:
-            await view.change(REPORT_S)
+            self._away = True
+            return None
+        self._away = False
+        self._view.reported(at)
+        return table
+
+    async def run(self) -> None:
+        """Report at once when the table changes, and on a timer; runs until cancelled."""
+        while True:
+            told = await self.tell()
+            if told is None or told is self._view.table:
+                await self._view.change(REPORT_S)

@@ -74,10 +74,12 @@ def parse(name: str) -> Wanted:
     )
 
 
-def resolve(table: Table, name: str, *, base_model: str, fate: Fate | None = None) -> Target | Hold | Ask:
+def resolve(
+    table: Table, name: str, *, base_model: str, fate: Fate | None = None, gate: bool = False
+) -> Target | Hold | Ask:
     """What to do about a request for `name`; Unroutable with status and reason when it cannot be served.
 
-    `fate` is what the records said of this name, if they were asked.
+    `fate` is what the records said of this name, if they were asked. `gate`: whoever asks may have what waits at it.
     """
     if name == base_model:
         return Target(model=name)
@@ -85,7 +87,7 @@ def resolve(table: Table, name: str, *, base_model: str, fate: Fate | None = Non
     adapter_id = _locate(table, wanted)
     if adapter_id:
         version = table.versions[adapter_id]
-        if version.state in ROUTABLE:
+        if version.state in ROUTABLE or (gate and version.state == "ready"):
             return Target(model=adapter_id, run=version.run, digest=version.digest)
         if version.state == "retiring":
             # given up, and still in the engines; why, only its record says

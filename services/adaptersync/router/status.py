@@ -47,6 +47,7 @@ class Status:
         *,
         name: str,
         base_model: str,
+        refuses_unrecorded: bool,
         session: ClientSession,
         view: TableView,
         admission: Admission,
@@ -57,6 +58,7 @@ class Status:
     ) -> None:
         self._name = name
         self._base_model = base_model
+        self._refuses_unrecorded = refuses_unrecorded
         self._session = session
         self._view = view
         self._admission = admission
@@ -77,6 +79,8 @@ class Status:
         serving = [name for name in view.ready if not self._outages.out(name, now)]
         if not reason and len(serving) < table.min_ready:
             reason = f"{len(serving)} of at least {table.min_ready} replicas serve"
+        if not reason and self._refuses_unrecorded and self._ledger.full:
+            reason = "ledger's spool is full: nothing more can be recorded"
         age_s = view.age_s()
         body = {
             "status": "degraded" if reason else "ok",
@@ -101,6 +105,9 @@ class Status:
                 "waiting": self._ledger.waiting,
                 "written": self._ledger.written,
                 "lost": self._ledger.lost,
+                "untold": self._ledger.untold,
+                "spool_bytes": self._ledger.spool_used,
+                "full": self._ledger.full,
             },
             "redis": {
                 "control": "reachable" if view.reachable else "away: serving the last table",
@@ -136,6 +143,8 @@ class Status:
         metrics.ledger_waiting.set(self._ledger.waiting)
         metrics.ledger_written.set(self._ledger.written)
         metrics.ledger_lost.set(self._ledger.lost)
+        metrics.ledger_untold.set(self._ledger.untold)
+        metrics.ledger_spool.set(self._ledger.spool_used)
         metrics.cache_reachable.set(self._ownership.reachable)
         return web.Response(body=metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 

@@ -1,7 +1,8 @@
 """The last table this router could read, how old it is, and waiting for the next one.
 
 Woken by events, it reads again on a timer as well. While Redis is away the last table goes on being served, up to the
-age at which the coordinator no longer waits for this router; past it nothing can be vouched for.
+age at which the coordinator no longer waits for this router; past it nothing can be vouched for. That age counts from
+the last report as well as from the last read: whom the coordinator does not hear of, it does not wait for.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class TableView:
         self._registry = registry
         self._max_age_s = max_age_s
         self._read_at: float | None = None
+        self._reported_at: float | None = None
         self._changed = asyncio.Event()
         self.table = Table()
         self.ready: list[str] = []
@@ -35,13 +37,21 @@ class TableView:
         self.reachable = False
 
     def age_s(self) -> float:
-        """Seconds since the table was last read; infinite before the first time."""
-        return float("inf") if self._read_at is None else time.monotonic() - self._read_at
+        """Seconds since the table was last read, or last reported to be served; infinite before the first time."""
+        if self._read_at is None or self._reported_at is None:
+            return float("inf")
+        return time.monotonic() - min(self._read_at, self._reported_at)
+
+    def reported(self, at: float) -> None:
+        """The coordinator has been told, at `at` or later, what is served here."""
+        self._reported_at = at
 
     def serving(self) -> Table:
         """The table to serve from; Unroutable 503 when there is none, or none young enough."""
         if self._read_at is None:
             raise Unroutable("router has no table yet", status=503, retry_after_s=1.0, next_step="is a coordinator up?")
+        if self._reported_at is None:
+            raise Unroutable("router has not reported yet", status=503, retry_after_s=1.0)
         age_s = self.age_s()
         if age_s > self._max_age_s:
             raise Unroutable(

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from aiohttp import ClientPayloadError, ClientResponse, web
 from aiohttp.typedefs import LooseHeaders
 
+from adaptersync_core.headers import GATE, SUBSTITUTED
+
 _ONE_WRITE = 256 << 10  # bytes
 
 # headers that belong to one connection
@@ -23,7 +25,7 @@ _HOP = (
     "upgrade",
 )
 # aiohttp writes these itself; a compressed body has been unpacked when we have it
-_NOT_SENT = (*_HOP, "host", "content-length", "content-encoding", "expect")
+_NOT_SENT = (*_HOP, "host", "content-length", "content-encoding", "expect", GATE, SUBSTITUTED)
 _NOT_ANSWERED = (*_HOP, "content-length")
 
 

@@ -31,7 +31,7 @@ from adaptersync_core.errors import (
     EngineUnavailable,
     PublicationFailed,
 )
-from adaptersync_core.headers import REPLICA, REQUEST_ID, SUBSTITUTED, VERSION
+from adaptersync_core.headers import REPLICA, REQUEST_ID, SUBSTITUTED, VERSION, VOIDED
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.manifest import FILES, content_digest, hash_file
@@ -42,7 +42,7 @@ from adaptersync_core.telemetry import configure_logging
 ALIASES = 256  # names kept; TRL asks for none older than its staleness window
 TRL_NAME = re.compile(r"trl-policy-v[0-9]+")  # what TRL calls the adapters it has a server load
 BODY_LIMIT = 16 << 20  # bytes of one request
-PASSED_ON = ("content-type", "retry-after", REQUEST_ID, VERSION, REPLICA)  # of an answer's headers
+PASSED_ON = ("content-type", "retry-after", REQUEST_ID, VERSION, REPLICA, VOIDED)  # of an answer's headers
 
 log = logging.getLogger(__name__)
 

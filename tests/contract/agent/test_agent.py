@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -238,6 +239,28 @@ async def test_what_is_no_longer_wanted_is_unloaded_forgotten_and_then_deleted(b
     await wait_until(lambda: not (bench.staged / old).exists())
     assert (bench.staged / new).is_dir()
     assert bench.engine.listed() == {new: str(bench.staged / new)}
+
+
+async def test_files_outlive_the_requests_that_may_still_need_them(
+    redis_url: str, engine: Engine, tmp_path: Path
+) -> None:
+    """A router that is cut off may wait for an answer for as long as keep_s says."""
+    async with bench_on(redis_url, engine, tmp_path, keep_s=1.5) as bench:
+        old, new = await bench.publish(), await bench.publish()
+        await bench.want(old, new)
+        for name in (old, new):
+            await bench.ack(name)
+        await bench.want(new)
+        await wait_until(lambda: bench.listed() == {new})
+        await asyncio.sleep(0.8)  # more than half of the time
+        await bench.want(old, new)  # it is back, say after a restore: its time begins anew
+        await bench.ack(old)
+        await wait_until(lambda: bench.listed() == {old, new})
+        left_at = time.monotonic()
+        await bench.want(new)
+        await wait_until(lambda: not (bench.staged / old).exists(), timeout_s=10)
+        assert time.monotonic() - left_at >= 1.5
+        assert (bench.staged / new).is_dir()
 
 
 async def _acked(bench: Bench, names: set[str]) -> bool:

@@ -189,9 +189,13 @@ async def test_report_repeated_is_one_replica(registry: Registry, lossy: Registr
 
 
 async def test_a_router_reports_and_leaves(registry: Registry) -> None:
-    report = RouterReport(generation=7, url="http://g1", inflight={"run-v1-0123456789ab": 2})
+    report = RouterReport(
+        generation=7, incarnation="one", max_age_s=20.0, url="http://g1", inflight={"run-v1-0123456789ab": 2}
+    )
     await registry.report_router("g1", report)
-    assert (await registry.fleet()).routers == {"g1": report}
+    (seen,) = (await registry.fleet()).routers.values()
+    assert seen.report == report
+    assert 0 <= seen.age_s < 5
     await registry.forget_router("g1")
     assert (await registry.fleet()).routers == {}
 

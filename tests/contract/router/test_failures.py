@@ -163,18 +163,6 @@ async def test_without_the_control_server_it_serves_until_it_cannot_vouch(own_fl
         assert (await fleet.get("/health")).json["ledger"]["lost"] == 0
 
 
-async def test_rows_beyond_the_queue_are_counted(own_fleet: Fleet, servers: Servers) -> None:
-    fleet = own_fleet
-    await fleet.tables.write({V1: "current"}, fleet.urls)
-    async with fleet.router(ledger_queue=5):
-        await asyncio.to_thread(servers.control.kill)
-        for _ in range(8):
-            assert (await fleet.complete(V1)).status == 200
-        ledger = (await fleet.get("/health")).json["ledger"]
-        assert (ledger["waiting"], ledger["lost"]) == (5, 3)
-        assert b"adaptersync_router_ledger_lost 3.0" in (await fleet.get("/metrics")).body
-
-
 async def test_without_the_cache_server_it_decides_alone(own_fleet: Fleet, servers: Servers) -> None:
     fleet = own_fleet
     await fleet.tables.write({V1: "current"}, fleet.urls)

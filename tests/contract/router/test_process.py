@@ -4,40 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import aiohttp
 from blockbuster import blockbuster_ctx
 
-from support.router_fleet import V1, Fleet, free_port
+from support.router_fleet import V1, Fleet, free_port, router_process
 from support.wait import wait_until
-
-PROGRAM = """
-import asyncio, sys
-from adaptersync.router.app import run_router
-from adaptersync_core.config import load_config
-asyncio.run(run_router(load_config(overrides=dict(zip(sys.argv[1::2], sys.argv[2::2])))))
-"""
-
-
-@contextmanager
-def router_process(fleet: Fleet, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    settings = {
-        "group.name": "test",
-        "redis.control_url": fleet.control_url,
-        "redis.cache_url": fleet.cache_url,
-        "router.port": str(port),
-    }
-    arguments = [part for item in settings.items() for part in item]
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments])
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 async def test_a_stop_lets_requests_in_flight_end(fleet: Fleet) -> None:

@@ -184,7 +184,8 @@ async def test_the_coordinator_hears_the_generation_and_what_is_in_flight(fleet:
         generation = await fleet.table({V1: "retiring", V2: "current"})
 
         async def reported(inflight: dict[str, int]) -> bool:
-            (report,) = (await registry.fleet()).routers.values()
+            (seen,) = (await registry.fleet()).routers.values()
+            report = seen.report
             return report.generation == generation and report.inflight == inflight
 
         await wait_until(lambda: reported({V1: 1}))

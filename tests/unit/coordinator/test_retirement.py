@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -12,7 +14,7 @@ from support.world import World, apply, coordinate, name_of, new_world, settle
 # the way out
 
 
-def retiring(**settings: int) -> World:
+def retiring(**settings: Any) -> World:
     """v1 retires: v2 is current and the window is one version."""
     return after(ready(max_staleness=0, **settings), "publish run1", "settle", "publish run1")
 
@@ -40,6 +42,29 @@ def test_a_version_waits_for_every_router_and_for_what_is_in_flight() -> None:
     assert world.table.versions[V[1]].drained
 
 
+def test_a_router_that_is_cut_off_is_waited_for_as_long_as_it_may_serve() -> None:
+    world = after(retiring(routers=2), "cut g2", "coordinate", "work r1", "work r2", "coordinate", "route g1")
+    world = after(world, "later 65", "coordinate")  # it serves its last table for 60 s; the rest is for its clock
+    assert not world.table.versions[V[1]].drained
+    world = after(world, "later 1", "coordinate")
+    assert world.table.versions[V[1]].drained
+
+
+def test_a_router_that_was_cut_off_for_long_and_comes_back_is_waited_for_again() -> None:
+    world = after(retiring(routers=1), "cut g1", "later 80", "mend g1", "route g1", f"inflight g1 {V[1]}")
+    world = after(world, "coordinate", "work r1", "work r2", "route g1", f"inflight g1 {V[1]}", "coordinate")
+    assert not world.table.versions[V[1]].drained
+
+
+def test_the_word_of_a_router_counts_under_the_control_state_it_was_given_of() -> None:
+    """After a restore the same generation is another table."""
+    world = after(retiring(routers=1), "coordinate", "work r1", "work r2", "coordinate", "route g1")
+    (seen,) = world.routers.values()
+    stale = replace(seen, report=replace(seen.report, incarnation="another"))
+    assert not coordinate(replace(world, routers={"g1": stale})).table.versions[V[1]].drained
+    assert coordinate(world).table.versions[V[1]].drained
+
+
 def test_draining_ends_at_its_time_limit() -> None:
     world = after(retiring(routers=1), "coordinate", "work r1", "work r2", "coordinate", f"inflight g1 {V[1]}")
     world = after(world, "later 100", "coordinate")
@@ -59,7 +84,7 @@ def test_a_silent_replica_does_not_keep_a_version_in_the_table() -> None:
 # an operator asks
 
 
-def three_promoted(**settings: int) -> World:
+def three_promoted(**settings: Any) -> World:
     return after(ready(max_staleness=2, **settings), *["publish run1", "settle"] * 3)
 
 

@@ -19,6 +19,7 @@ FLEETS = st.builds(
     runs=st.integers(1, 2),
     max_staleness=st.integers(0, 2),
     routers=st.integers(0, 2),
+    gate=st.booleans(),
 )
 STEPS = st.lists(st.integers(0, 10**6), max_size=20) | st.lists(st.integers(0, 10**6), min_size=50, max_size=150)
 
@@ -37,8 +38,12 @@ def enabled(world: World) -> list[Action]:
         found += [("begin", run, "1")]
         found += [("ask", "q", run, version) for version in ("", *world.table.window(run)[1:])]
     for router in world.routers:
-        found += [("route", router)] * 2
+        found += [("route", router), ("hear", router)] * 2
+        found.append(("mend" if router in world.cut else "cut", router))
         found += [("inflight", router, version) for version in world.table.versions]
+    for name, version in world.table.versions.items():
+        if version.state == "ready":
+            found += [("ask", "g", version.run, name, kind) for kind in ("admit", "admit", "refuse")]
     found += [("wait", "1"), ("wait", "6"), ("wait", "61")]
     return found
 

@@ -29,6 +29,8 @@ def another(key: str, value: Any) -> tuple[Any, Any]:
         return value + 1, value + 2
     if key == "promote_on":
         return ("below noise",), ("proved", "not probed")
+    if key == "when_spool_full":
+        return "serve", "refuse"
     if key == "path" or key.endswith("_path"):
         return "/one", "/two"
     return "one", "two"
@@ -93,6 +95,9 @@ def test_foreign_variables_are_left_alone() -> None:
         ("[coordinator]\nmin_ready = 0\n", "coordinator.min_ready"),
         ("[agent]\nstage_path = 'relative'\n", "agent.stage_path"),
         ("[store]\npath = 'relative'\n", "store.path"),
+        ("[router]\nspool_path = 'relative'\n", "router.spool_path"),
+        ("[router]\nspool_bytes = 16383\n", "router.spool_bytes"),
+        ("[router]\nwhen_spool_full = 'panic'\n", "router.when_spool_full"),
         ("[group]\nname = 'A group'\n", "group.name"),
         ("[agent]\nname = 'r1:x'\n", "agent.name"),
         ("[agent]\nname = ''\n", "agent.name"),

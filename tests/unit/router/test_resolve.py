@@ -18,10 +18,10 @@ TABLE = make_table(
 )
 
 
-def outcome(name: str, *, table: Table = TABLE, fate: Fate | None = None) -> str | int | Wanted:
+def outcome(name: str, *, table: Table = TABLE, fate: Fate | None = None, gate: bool = False) -> str | int | Wanted:
     """The target's model, "hold", what is to be asked, or the status of the refusal."""
     try:
-        answer = resolve(table, name, base_model="base", fate=fate)
+        answer = resolve(table, name, base_model="base", fate=fate, gate=gate)
     except Unroutable as error:
         return error.status
     if isinstance(answer, Target):
@@ -135,3 +135,12 @@ def test_holding_says_what_it_waits_for() -> None:
     held = resolve(TABLE, V5, base_model="base")
     assert isinstance(held, Hold)
     assert "staging" in held.reason
+
+
+def test_what_waits_at_the_gate_is_for_the_gate_and_by_its_own_name_only() -> None:
+    for name in (V4, "run-a@v4"):
+        assert outcome(name) == "hold"
+        assert outcome(name, gate=True) == V4
+    assert outcome("run-a", gate=True) == V3
+    assert outcome(V5, gate=True) == "hold"  # not proved yet
+    assert outcome(V1, gate=True) == GIVEN_UP

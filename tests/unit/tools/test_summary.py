@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from adaptersync_core.rollouts import OPEN, Row, join
 from adaptersync_tools import summary
 
 RISING = [{"step": n, "reward": 0.5 + n / 50 + (n % 3) / 100, "ratio": 1.0 + (n % 2) / 500} for n in range(20)]
-ROW = {"request_id": "r1", "outcome": "ok", "version": "a-v1-0123456789ab", "replica": "replica-0", "routing": "cold"}
+V1 = "a-v1-0123456789ab"
+ROW = {"request_id": "r1", "router": "g1", "path": "/v1/completions", "asked": "a", "started_at": "1.0",
+       "outcome": "ok", "version": V1, "replica": "replica-0", "routing": "cold"}  # fmt: skip
 REFUSED = {**ROW, "request_id": "r2", "outcome": "refused"}
+OPENED = {**ROW, "request_id": "r3", "outcome": OPEN}
 PUBLISHED = {"published": 3, "promoted": 2, "superseded": 1, "rolled_back": 0, "voided": 0}
 CACHE = summary.PrefixCache(
     versions=("a", "b"), within_answers=2, within_tokens=64, across_answers=2, across_tokens=0, holds=True
 )
+
+
+def rows(*entries: dict[str, str], voided: Collection[str] = ()) -> list[Row]:
+    return join(entries, voided=voided)
 
 
 def objections(**changes: Any) -> list[str]:
@@ -24,7 +33,7 @@ def objections(**changes: Any) -> list[str]:
         "wanted_steps": 20,
         "steps": RISING,
         "versions": PUBLISHED,
-        "rollouts": summary.rollouts_of([ROW]),
+        "rollouts": summary.rollouts_of(rows(ROW)),
         "prefix_cache": CACHE,
         "pauses": 0,
     }
@@ -44,7 +53,9 @@ def test_a_sound_run_has_no_objection() -> None:
         ({"steps": [{"step": step["step"], "reward": step["reward"]} for step in RISING]}, "no step says its ratio"),
         ({"versions": {**PUBLISHED, "rolled_back": 1, "superseded": 0}}, "1 versions were rolled back"),
         ({"versions": {**PUBLISHED, "promoted": 1}}, "1 published versions have no outcome"),
-        ({"rollouts": summary.rollouts_of([ROW, REFUSED])}, "1 rollouts failed"),
+        ({"rollouts": summary.rollouts_of(rows(ROW, REFUSED))}, "1 rollouts failed"),
+        ({"rollouts": summary.rollouts_of(rows(ROW, OPENED))}, "of 1 rollouts nobody knows how they ended"),
+        ({"rollouts": summary.rollouts_of(rows(ROW, voided={V1}))}, "1 rollouts are of voided versions"),
         ({"rollouts": summary.rollouts_of([])}, "no rollout is in the ledger"),
         ({"pauses": None}, "do not say how often they were paused"),
         ({"pauses": 2}, "2 pauses were sent"),
@@ -75,7 +86,7 @@ def test_reward_compares_ends_in_standard_errors() -> None:
 
 def test_ledger_rows_that_were_written_twice_count_once() -> None:
     gone = {**ROW, "request_id": "r2", "outcome": "client_gone", "replica": ""}
-    found = summary.rollouts_of([ROW, ROW, gone])
+    found = summary.rollouts_of(rows(ROW, ROW, gone))
     assert (found.total, found.ok, found.failed, found.given_up) == (2, 1, 0, 1)
     assert found.by_replica == {"replica-0": 1}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from adaptersync_core.records import Ack, Fleet, ReplicaReport, RouterReport, RunRecord, SeenReplica
+from adaptersync_core.records import Ack, Fleet, ReplicaReport, RouterReport, RunRecord, SeenReplica, SeenRouter
 from adaptersync_core.table import LiveVersion, Member, RunEntry, Table
 from adaptersync_tools import views
 
@@ -24,6 +24,10 @@ def seen(age_s: float = 0.2) -> SeenReplica:
         block_size=32, loaded=(V1,),
     )  # fmt: skip
     return SeenReplica(report=report, age_s=age_s)
+
+
+def heard(age_s: float) -> SeenRouter:
+    return SeenRouter(report=RouterReport(generation=6, url="http://r", inflight={V1: 3}), age_s=age_s)
 
 
 def fleet() -> Fleet:
@@ -47,7 +51,7 @@ def fleet() -> Fleet:
         published={"my-run": ()},
         replicas={"replica-0": seen(), "replica-1": seen()},
         acks={"replica-0": {V1: accepted}, "replica-1": {V1: slower}},
-        routers={"router-0": RouterReport(generation=6, url="http://r", inflight={V1: 3})},
+        routers={"router-0": heard(0.5)},
         requests={},
     )
 
@@ -81,6 +85,13 @@ def test_every_problem_is_named() -> None:
         "replica-1 is ejected: refused my-run-v1",
         "no router reports",
     ]
+
+
+def test_a_silent_router_is_named_until_it_cannot_serve_any_more() -> None:
+    view = status(replace(fleet(), routers={"router-0": heard(0.5), "router-1": heard(20.0)}))
+    assert view.problems == ["router-1 is silent for 20 s; retirement waits until it cannot serve"]
+    gone = status(replace(fleet(), routers={"router-0": heard(0.5), "router-1": heard(66.0)}))
+    assert (gone.healthy, [each.router for each in gone.routers]) == (True, ["router-0"])
 
 
 def test_an_ack_of_another_life_of_the_engine_does_not_count() -> None:

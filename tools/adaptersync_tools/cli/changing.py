@@ -1,9 +1,11 @@
-"""Commands that ask the fleet for something: publish, rollback, verify. Each waits for the outcome, within a bound."""
+"""Commands that ask the fleet for something: publish, rollback, gate, verify. Each waits a while for the outcome."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
@@ -86,33 +88,79 @@ def rollback(run: str, config_path: Path | None, version: str, reason: str, time
     if version:
         parse_adapter_id(version)
 
-    async def ask(registry: Registry) -> Text:
-        table = await registry.table()
-        if run not in table.runs:
-            raise NameInvalid("no such run", next_step=f"known runs: {', '.join(table.runs) or 'none'}", run=run)
-        newest = await registry.client.command("XREVRANGE", registry.keys.events, "+", "-", "COUNT", 1)
-        after = newest[0][0] if newest else "0"
-        request = await registry.request(Request(kind="rollback", run=run, version=version, reason=reason))
-        return await answer(registry, after=after, run=run, version=version, request=request)
-
-    console().print(visit(settings(config_path), ask, timeout_s=timeout_s))
+    request = Request(kind="rollback", run=run, version=version, reason=reason)
+    done = partial(rolled_back, run=run, version=version)
+    told = visit(settings(config_path), lambda registry: ask(registry, request, done), timeout_s=timeout_s)
+    console().print(rollback_told(told))
 
 
-async def answer(registry: Registry, *, after: str, run: str, version: str, request: str) -> Text:
-    """What the coordinator did about a rollback, once it did; ControlError when it refused."""
+def rolled_back(event: dict[str, str], *, run: str, version: str) -> bool:
+    """Whether an event says that a rollback was done: the current version voided, or `version` given up."""
+    if event.get("type") == "version.voided":
+        return parse_adapter_id(event["version"]).run == run
+    return event.get("type") == "version.rolled_back" and event["version"] == version
+
+
+def rollback_told(event: dict[str, str]) -> Text:
+    if event["type"] == "version.rolled_back":
+        return Text.assemble("gave up ", (event["version"], "bold"))
+    current = event.get("current", "")
+    return Text.assemble("voided ", (event["version"], "bold"), "; ", (current, "bold green"), " is current")
+
+
+@click.command()
+@click.argument("verdict", type=click.Choice(["admit", "refuse"]))
+@click.argument("run")
+@click.argument("version")
+@config_option
+@click.option("--reason", default="", help="Why; a refused version's record says it.")
+@timeout_option(30.0)
+def gate(verdict: str, run: str, version: str, config_path: Path | None, reason: str, timeout_s: float) -> None:
+    """Let a version through the gate, or refuse it.
+
+    With coordinator.gate set, a version that every replica proved is ready, and waits. Until it is admitted only
+    requests with router.gate_token are served by it.
+
+    \b
+    Example:
+      adaptersync gate admit my-run my-run-v7-0123456789ab
+    """
+    parse_adapter_id(version)
+    ends = {"version.promoted": "current", "version.rolled_back": "rolled_back", "version.superseded": "superseded"}
+
+    def done(fields: dict[str, str]) -> bool:
+        return fields.get("type") in ends and fields["version"] == version
+
+    request = Request(kind=verdict, run=run, version=version, reason=reason)
+    told = visit(settings(config_path), lambda registry: ask(registry, request, done), timeout_s=timeout_s)
+    end = ends[told["type"]]
+    if (end == "current") != (verdict == "admit"):
+        raise ControlError(f"version is {end}: {told.get('reason', '')}", version=version)
+    console().print(Text.assemble((version, "bold"), " is ", state(end)))
+
+
+async def ask(registry: Registry, request: Request, done: Callable[[dict[str, str]], bool]) -> dict[str, str]:
+    """Ask the coordinator, and return the event that says it is done."""
+    runs = (await registry.table()).runs
+    if request.run not in runs:
+        raise NameInvalid("no such run", next_step=f"known runs: {', '.join(runs) or 'none'}", run=request.run)
+    newest = await registry.client.command("XREVRANGE", registry.keys.events, "+", "-", "COUNT", 1)
+    after = newest[0][0] if newest else "0"
+    request_id = await registry.request(request)
+    return await answer(registry, done, after=after, run=request.run, request=request_id)
+
+
+async def answer(
+    registry: Registry, done: Callable[[dict[str, str]], bool], *, after: str, run: str, request: str
+) -> dict[str, str]:
+    """The first event later than `after` of which `done` is true; ControlError when the request was refused."""
     while True:
         for entry_id, fields in await registry.client.read_stream(registry.keys.events, after, count=PAGE):
             after = entry_id
-            kind = fields.get("type")
-            if kind == "request.refused" and fields.get("request") == request:
+            if fields.get("type") == "request.refused" and fields.get("request") == request:
                 raise ControlError(f"coordinator refused: {fields.get('reason', '')}", run=run)
-            if kind == "version.voided" and parse_adapter_id(fields["version"]).run == run:
-                current = fields.get("current", "")
-                return Text.assemble(
-                    "voided ", (fields["version"], "bold"), "; ", (current, "bold green"), " is current"
-                )
-            if kind == "version.rolled_back" and fields["version"] == version:
-                return Text.assemble("gave up ", (version, "bold"))
+            if done(fields):
+                return fields
         await asyncio.sleep(LOOK_S)
 
 
@@ -164,4 +212,4 @@ def verify(version: str, config_path: Path | None, as_json: bool, timeout_s: flo
         raise AdapterInvalid(f"stored version is corrupt: {record.get('verified_reason')}", version=version)
 
 
-COMMANDS = (publish, rollback, verify)
+COMMANDS = (publish, rollback, gate, verify)

@@ -101,8 +101,11 @@ def _print_status(view: views.StatusView) -> None:
     ]
     columns = ("run!", "epoch>", "current!", "for>", "replicas>", "window>", "candidate", "waiting>")
     out.print(table("Runs", columns, runs) if runs else Text("no runs yet: adaptersync publish --help", "dim"))
-    routers = [(each.router, each.url, each.generation, each.behind, each.inflight) for each in view.routers]
-    columns = ("router!", "url", "generation>", "behind>", "in flight>")
+    routers = [
+        (each.router, each.url, each.generation, each.behind, each.inflight, seconds(each.age_s))
+        for each in view.routers
+    ]
+    columns = ("router!", "url", "generation>", "behind>", "in flight>", "heard>")
     out.print(table("Routers", columns, routers) if routers else Text("no routers", "dim"))
 
 

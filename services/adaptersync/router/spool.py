@@ -1,0 +1,228 @@
+"""A bounded file in which rows wait that Redis does not have yet.
+
+A ring in shared memory of a file: what is in it survives the death of this process at any instant (kill -9), since
+the pages belong to the kernel; a crash of the machine may take the last seconds. Appending is a copy in memory, no
+call to the system, so it may be done while a request waits. All space is taken when the file is made: a full disk
+shows then, not later. One process owns a file, by a lock that the kernel gives back when it dies.
+
+Layout, native byte order: magic, capacity, tail (position of the first record still wanted), then the ring. A record
+is its position, length, checksum and payload; positions only grow, so what is left of an earlier lap is not mistaken
+for a record, nor is one whose writing was cut short. Knows nothing of rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from adaptersync_core.errors import StoreError
+
+SUFFIX = ".spool"
+RECORD_BYTES = 2048  # the largest record, its head included; a row is about 700
+HALF_MADE_S = 3600.0  # after this nobody is making a file any more
+
+_MAGIC = b"ADSPOOL1"
+_HEADER = struct.Struct("=8sQQ")
+_TAIL = slice(16, 24)  # copied as one aligned word
+_RING = 4096  # where the ring begins in the file
+_RECORD = struct.Struct("=QII")
+_HALF_MADE = ".making"
+_SKIP = 0xFFFFFFFF  # the length of what only fills the end of a lap
+_ALIGN = 8
+
+
+class Record:
+    """A place in the ring. `done`: nobody wants it any more; `kept`: wanted still, and may be moved to the front."""
+
+    __slots__ = ("done", "kept", "length", "position")
+
+    def __init__(self, position: int, length: int) -> None:
+        self.position = position
+        self.length = length
+        self.done = False
+        self.kept = False
+
+
+class Spool:
+    """One file, ours. `free` says how many bytes of records fit for certain."""
+
+    def __init__(self, path: Path, file: int, memory: mmap.mmap) -> None:
+        self.path = path
+        self._file = file
+        self._memory = memory
+        magic, capacity, tail = _HEADER.unpack_from(memory)
+        self.capacity, self._tail = int(capacity), int(tail)
+        if magic != _MAGIC or self.capacity != len(memory) - _RING or self._tail % _ALIGN:
+            raise StoreError("not a spool", path=str(path))
+        self._head = self._tail
+        self._records = deque(self._recover())
+
+    @classmethod
+    def create(cls, path: Path, capacity: int) -> Spool:
+        """A new file for `capacity` bytes of records; StoreError when there is no room for it."""
+        fresh = path.with_suffix(_HALF_MADE)
+        with _explained(path):
+            file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.posix_fallocate(file, 0, _RING + capacity)
+                memory = mmap.mmap(file, _RING + capacity)
+                memory[: _HEADER.size] = _HEADER.pack(_MAGIC, capacity, 0)
+                fresh.rename(path)  # whoever looks for spools finds it whole, and locked
+            except BaseException:
+                os.close(file)
+                fresh.unlink(missing_ok=True)
+                raise
+        return cls(path, file, memory)
+
+    @classmethod
+    def take(cls, path: Path) -> Spool | None:
+        """What a process left that is gone; None when it is not gone, or the file is no spool."""
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file).st_nlink:  # else its owner has just removed it
+                return cls(path, file, mmap.mmap(file, 0))
+            os.close(file)
+            return None
+        except (OSError, ValueError, StoreError, struct.error):
+            os.close(file)
+            return None
+
+    @property
+    def used(self) -> int:
+        return self._head - self._tail
+
+    @property
+    def free(self) -> int:
+        """Less what the end of a lap, and one record on its way to the front, may waste."""
+        return self.capacity - self.used - 2 * RECORD_BYTES
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records)
+
+    def append(self, payload: bytes) -> Record | None:
+        """None when it does not fit."""
+        size = _size(len(payload))
+        left = self.capacity - self._head % self.capacity
+        skipped = left if left < size else 0
+        if size > RECORD_BYTES or self.used + skipped + size > self.capacity:
+            return None
+        if skipped >= _RECORD.size:
+            self._write(self._head, _SKIP, 0)
+        record = Record(self._head + skipped, len(payload))
+        start = _RING + record.position % self.capacity + _RECORD.size
+        self._memory[start : start + len(payload)] = payload
+        # the head comes last: a record that is cut short does not count
+        self._write(record.position, len(payload), zlib.crc32(payload))
+        self._head = record.position + size
+        self._records.append(record)
+        return record
+
+    def payload(self, record: Record) -> bytes:
+        start = _RING + record.position % self.capacity + _RECORD.size
+        return self._memory[start : start + record.length]
+
+    def trim(self) -> None:
+        """Give back the space of what is done; past half of it, records that are kept make way by moving to the front.
+
+        So a request that runs for minutes does not hold up the space of all that came after it.
+        """
+        records = self._records
+        for _ in range(len(records)):
+            if not records[0].done:
+                if not records[0].kept or self.used <= self.capacity // 2:
+                    break
+                moved = self.append(self.payload(records[0]))
+                if moved is None:
+                    break
+                old = records.popleft()
+                records[-1] = old  # whoever knows it finds it where it is now
+                old.position = moved.position
+            else:
+                records.popleft()
+            self._set_tail(records[0].position if records else self._head)
+
+    def close(self) -> None:
+        """Leave the file to whoever comes next, unless it is empty."""
+        if not self._records:
+            self.path.unlink(missing_ok=True)
+        self._memory.close()
+        os.close(self._file)
+
+    def _write(self, position: int, length: int, checksum: int) -> None:
+        start = _RING + position % self.capacity
+        self._memory[start : start + _RECORD.size] = _RECORD.pack(position, length, checksum)
+
+    def _set_tail(self, position: int) -> None:
+        self._tail = position
+        self._memory[_TAIL] = struct.pack("=Q", position)
+
+    def _recover(self) -> Iterator[Record]:
+        while self.used < self.capacity:
+            left = self.capacity - self._head % self.capacity
+            if left < _RECORD.size:
+                self._head += left
+                continue
+            position, length, checksum = _RECORD.unpack_from(self._memory, _RING + self._head % self.capacity)
+            if position != self._head or not length:
+                return
+            if length == _SKIP:
+                self._head += left
+                continue
+            record = Record(position, length)
+            if _size(length) > min(left, RECORD_BYTES) or zlib.crc32(self.payload(record)) != checksum:
+                return
+            self._head += _size(length)
+            yield record
+
+
+def own_and_left(directory: Path, name: str, capacity: int) -> tuple[Spool, list[Spool]]:
+    """A spool for this process, and those that others left.
+
+    One of the right size is taken over rather than made: routers that die again and again leave no more files than
+    have ever run at once.
+    """
+    capacity -= capacity % _ALIGN
+    own: Spool | None = None
+    left = []
+    with _explained(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in directory.glob(f"*{_HALF_MADE}"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > HALF_MADE_S:
+                    path.unlink()
+        for path in sorted(directory.glob(f"*{SUFFIX}")):
+            spool = Spool.take(path)
+            if spool is not None and own is None and spool.capacity == capacity:
+                own = spool
+            elif spool is not None:
+                left.append(spool)
+    return own or Spool.create(directory / f"{name}{SUFFIX}", capacity), left
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"spool cannot be made: {error.strerror}",
+            next_step="check router.spool_path, and router.spool_bytes against the space there",
+            path=str(path),
+        ) from error
+
+
+def _size(length: int) -> int:
+    return -(-(_RECORD.size + length) // _ALIGN) * _ALIGN

@@ -1,0 +1,136 @@
+"""The ledger: one row for every rollout that was asked for, and how its stream is read.
+
+A rollout leaves one entry or several: `open` while it runs, when that takes long; then how it ended; either may be
+written again after a lost reply. They are joined by `request_id`. One that was opened and never ended is `unknown`: its
+router died. Knows nothing of how rows come into the stream.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from adaptersync_core.registry import Registry
+
+OPEN = "open"
+UNKNOWN = "unknown"
+NEVER_ENDED = "nothing says how it ended"
+LABEL = 128  # characters of a name that a client gave
+PAGE = 1000
+
+Fields = Mapping[str, str]
+log = logging.getLogger(__name__)
+
+
+class Row(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`version` is the adapter id (the base model's name for the base); times are seconds; None is not known.
+
+    `outcome`: ok; refused (by us or by the replica, see `status`); upstream_error; client_gone; stopped (by us);
+    router_error; open; unknown. `first_byte_s` counts from sending to the replica. `started_at` is the router's wall
+    clock. `voided`: the version was found bad, while it ran or later. `gated`: asked with the gate's own credentials.
+    `substituted` is the name that the version stands for, when it is another's. A row may be without what came after
+    it was opened.
+    """
+
+    request_id: str
+    router: str
+    path: str
+    asked: str
+    outcome: str
+    started_at: float
+    status: int = 0
+    total_s: float | None = None
+    run: str = ""
+    version: str = ""
+    digest: str = ""
+    replica: str = ""
+    engine_epoch: str = ""
+    routing: str = ""
+    owned_blocks: int | None = None
+    attempts: int = 0
+    hold_s: float | None = None
+    route_s: float | None = None
+    first_byte_s: float | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    generation: int = 0
+    voided: bool = False
+    gated: bool = False
+    substituted: str = ""
+    reason: str = ""
+
+
+def to_fields(row: Mapping[str, Any]) -> list[str | int]:
+    """Field, value, field, value, ... of a row as a stream entry holds them; microseconds are precise enough."""
+    fields: list[str | int] = []
+    for name, value in row.items():
+        if value is None or value == "":
+            continue
+        if isinstance(value, bool):
+            value = "true" if value else "false"
+        fields += name, f"{value:.6f}" if isinstance(value, float) else value
+    return fields
+
+
+def join(entries: Iterable[Fields], *, voided: Collection[str] = ()) -> list[Row]:
+    """One row a rollout, in the order in which they first appear; `voided` are versions that were found bad."""
+    found: dict[str, Row] = {}
+    for fields in entries:
+        try:
+            row = msgspec.convert(fields, Row, strict=False)
+        except msgspec.ValidationError as error:
+            log.warning("ledger entry is left out, it cannot be read: %s", error)
+            continue
+        known = found.get(row.request_id)
+        if known is None or _says_more(row, known):
+            found[row.request_id] = row
+    return [_concluded(row, voided) for row in found.values()]
+
+
+def _says_more(row: Row, known: Row) -> bool:
+    """How it ended beats that nobody knows, which beats that it began; of two beginnings the later one counts."""
+    rank = {OPEN: 0, UNKNOWN: 1}
+    mine, theirs = rank.get(row.outcome, 2), rank.get(known.outcome, 2)
+    return mine > theirs or mine == theirs == 0
+
+
+def _concluded(row: Row, voided: Collection[str]) -> Row:
+    if row.outcome == OPEN:
+        row = replace(row, outcome=UNKNOWN, reason=NEVER_ENDED)
+    return replace(row, voided=True) if row.version in voided else row
+
+
+async def read_rollouts(registry: Registry) -> list[Row]:
+    """The whole ledger, joined with what became of the versions since."""
+    entries: list[dict[str, str]] = []
+    after = "-"
+    while page := await registry.client.command("XRANGE", registry.keys.rollouts, after, "+", "COUNT", PAGE):
+        entries += [fields for _, fields in page]
+        after = f"({page[-1][0]}"
+    served = sorted({fields["version"] for fields in entries if fields.get("run") and "version" in fields})
+    voided: set[str] = set()
+    for first in range(0, len(served), PAGE):
+        names = served[first : first + PAGE]
+        records = await registry.records(names)
+        voided |= {name for name, (_, record) in zip(names, records, strict=True) if record.get("state") == "voided"}
+    return join(entries, voided=voided)
+
+
+class Ended:
+    """How many rollouts have ended, counted on with each look; one that was written twice may count twice."""
+
+    def __init__(self) -> None:
+        self._after = "-"
+        self.count = 0
+
+    async def read(self, registry: Registry) -> int:
+        while page := await registry.client.command("XRANGE", registry.keys.rollouts, self._after, "+", "COUNT", PAGE):
+            self.count += sum(fields.get("outcome") != OPEN for _, fields in page)
+            self._after = f"({page[-1][0]}"
+        return self.count

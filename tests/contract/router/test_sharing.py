@@ -10,8 +10,10 @@ import pytest
 
 from adaptersync.router.ownership import Ownership
 from adaptersync.router.table import TableView
+from adaptersync_core.errors import ControlUnavailable
 from adaptersync_core.keys import Keys
 from adaptersync_core.pipe import Pipe
+from adaptersync_core.registry import Registry
 from support.router_fleet import V1, V2, Fleet
 from support.wait import wait_until
 
@@ -172,8 +174,6 @@ async def test_a_router_that_stops_leaves_nothing_behind(fleet: Fleet) -> None:
 
 
 async def test_the_coordinator_hears_the_generation_and_what_is_in_flight(fleet: Fleet) -> None:
-    from adaptersync_core.registry import Registry
-
     await fleet.tables.write({V1: "current"}, fleet.urls)
     registry = Registry(fleet.control, fleet.keys)
     for replica in fleet.replicas.values():
@@ -224,3 +224,24 @@ async def _counted(fleet: Fleet, count: int) -> bool:
 
 async def _idle(fleet: Fleet) -> bool:
     return not await fleet.counts()
+
+
+async def test_a_router_that_can_read_and_not_report_stops_serving_in_time(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator does not wait for whom it does not hear of, however young that one's table is."""
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router(table_max_age_s=1.0):
+        assert (await fleet.complete(V1)).status == 200
+
+        async def unheard(self: Registry, router: str, report: object) -> None:
+            raise ControlUnavailable("writes are refused")
+
+        monkeypatch.setattr(Registry, "report_router", unheard)
+        await wait_until(lambda: _too_old(fleet))
+        assert (await fleet.get("/health")).json["redis"]["control"] == "reachable"
+
+
+async def _too_old(fleet: Fleet) -> bool:
+    answer = await fleet.complete(V1)
+    return answer.status == 503 and "too old" in answer.message

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import orjson
 import pytest
 from msgspec.structs import replace
 
@@ -100,3 +101,23 @@ async def test_an_operator_admits_one_and_refuses_another(
     assert await asyncio.to_thread(main, ["gate", "admit", "run", one]) == 1
     assert f"{one} is current, not at the gate" in capsys.readouterr().err
     assert await asyncio.to_thread(main, ["gate", "admit", "nowhere", one]) == 64
+
+
+@pytest.mark.usefixtures("variables")
+async def test_versions_say_which_rollouts_are_voided(registry: Registry, capsys: pytest.CaptureFixture[str]) -> None:
+    names = []
+    for number in (1, 2):
+        names.append(await _publish(registry, number))
+        assert await asyncio.to_thread(main, ["gate", "admit", "run", names[-1]]) == 0
+        row = {"request_id": f"a-{number}", "router": "g", "path": "/", "asked": "run", "run": "run"}
+        row |= {"outcome": "ok", "started_at": "1.0", "version": names[-1]}
+        fields = [part for item in row.items() for part in item]
+        await registry.client.command("XADD", registry.keys.rollouts, "*", *fields)
+    assert await asyncio.to_thread(main, ["rollback", "run", "--reason", "answers nonsense"]) == 0
+    capsys.readouterr()
+    assert await asyncio.to_thread(main, ["versions", "run", "--rollouts", "--json"]) == 0
+    found = {view["version"]: view for view in orjson.loads(capsys.readouterr().out)}
+    assert {name: found[name]["rollouts"]["voided"] for name in names} == {names[0]: 0, names[1]: 1}
+    assert {name: found[name]["rollouts"]["total"] for name in names} == {names[0]: 1, names[1]: 1}
+    assert await asyncio.to_thread(main, ["versions", "run", "--rollouts"]) == 0
+    assert "1, 1 voided" in capsys.readouterr().out

@@ -5,13 +5,14 @@ Ages and waits are seconds. A view is healthy when nothing needs an operator; `p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
 from adaptersync.coordinator.membership import slots_of
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import Ack, Fleet, SeenReplica
+from adaptersync_core.rollouts import UNKNOWN, Row
 from adaptersync_core.table import Member, RunEntry
 
 NOT_TOLD = ("type", "digest", "seq", "published_at", "engine_epoch", "incarnation", "generation")  # in events
@@ -77,8 +78,20 @@ class AckView(Struct, frozen=True, kw_only=True):
     phases: dict[str, float]
 
 
+class RolloutCounts(Struct, frozen=True, kw_only=True):
+    """Of one version: `unknown` ones have no known end, `voided` ones must not be trained on."""
+
+    total: int = 0
+    ok: int = 0
+    unknown: int = 0
+    voided: int = 0
+
+
 class VersionView(Struct, frozen=True, kw_only=True):
-    """`promoted_s` counts from publication; `verified` is None until the stored bytes were read again."""
+    """`promoted_s` counts from publication; `verified` is None until the stored bytes were read again.
+
+    `rollouts` is None when the ledger was not read.
+    """
 
     version: str
     run: str
@@ -93,6 +106,7 @@ class VersionView(Struct, frozen=True, kw_only=True):
     promoted_s: float | None
     verified: bool | None
     acks: dict[str, AckView]
+    rollouts: RolloutCounts | None = None
 
     def phase(self, name: str) -> float | None:
         """The slowest replica's seconds in a phase: what the fleet waited for."""
@@ -252,6 +266,22 @@ def _version(facts: Facts, fleet: Fleet) -> VersionView:
             if (ack := acks.get(facts.version))
         },
     )
+
+
+def count_rollouts(rows: Iterable[Row]) -> dict[str, RolloutCounts]:
+    """By version."""
+    by_version: dict[str, list[Row]] = {}
+    for row in rows:
+        by_version.setdefault(row.version, []).append(row)
+    return {
+        version: RolloutCounts(
+            total=len(mine),
+            ok=sum(row.outcome == "ok" for row in mine),
+            unknown=sum(row.outcome == UNKNOWN for row in mine),
+            voided=sum(row.voided for row in mine),
+        )
+        for version, mine in by_version.items()
+    }
 
 
 def tell(fields: Mapping[str, str]) -> tuple[str, str]:

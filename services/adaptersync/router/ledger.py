@@ -97,6 +97,8 @@ class Ledger:
         known = self._opened.get(row.request_id)
         if known is None and self.full:
             return False
+        if known is not None and self._spool.free < (len(self._opened) + 1) * RECORD_BYTES:
+            return True  # it is recorded, if with the replica before; what room there is belongs to ends
         record = self._spool.append(_encode(row))
         if record is None:
             return known is not None

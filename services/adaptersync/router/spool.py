@@ -156,6 +156,7 @@ class Spool:
 
     def close(self) -> None:
         """Leave the file to whoever comes next, unless it is empty."""
+        self.trim()
         if not self._records:
             self.path.unlink(missing_ok=True)
         self._memory.close()

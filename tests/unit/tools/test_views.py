@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from adaptersync_core.records import Ack, Fleet, ReplicaReport, RouterReport, RunRecord, SeenReplica, SeenRouter
+from adaptersync_core.rollouts import Row
 from adaptersync_core.table import LiveVersion, Member, RunEntry, Table
 from adaptersync_tools import views
 
@@ -116,6 +117,20 @@ def test_versions_show_the_slowest_replica_and_what_the_record_says() -> None:
     assert view.phase("loaded_s") == 0.04
     assert view.phase("staged_s") is None
     assert (view.state, view.verified) == ("current", False)
+
+
+def test_rollouts_are_counted_by_version() -> None:
+    rows = [
+        Row(
+            request_id=str(n), router="g", path="/", asked="a", outcome=outcome, started_at=1.0, version=V1, voided=True
+        )
+        for n, outcome in enumerate(["ok", "ok", "unknown", "client_gone"])
+    ]
+    other = replace(rows[0], version="base", voided=False)
+    assert views.count_rollouts([*rows, other]) == {
+        V1: views.RolloutCounts(total=4, ok=2, unknown=1, voided=4),
+        "base": views.RolloutCounts(total=1, ok=1),
+    }
 
 
 def test_a_version_that_was_not_taken_up_is_published() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 import orjson
+from msgspec.structs import replace
 from rich.text import Text
 
 from adaptersync_core.bus import follow as follow_stream
@@ -21,6 +22,7 @@ from adaptersync_core.keys import Keys
 from adaptersync_core.records import Fleet
 from adaptersync_core.redis import Entry
 from adaptersync_core.registry import Registry
+from adaptersync_core.rollouts import read_rollouts
 from adaptersync_tools import explain, views
 from adaptersync_tools.cli.common import config_option, json_option, settings, visit
 from adaptersync_tools.output import EVENT_STYLES, console, milliseconds, print_json, seconds, state, table
@@ -114,7 +116,8 @@ def _print_status(view: views.StatusView) -> None:
 @config_option
 @json_option
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Newest versions of each run.")
-def versions(run: str | None, config_path: Path | None, as_json: bool, limit: int) -> None:
+@click.option("--rollouts", "counted", is_flag=True, help="Count their rollouts too; reads the whole ledger.")
+def versions(run: str | None, config_path: Path | None, as_json: bool, limit: int, counted: bool) -> None:
     """Show versions of RUN or of all runs, newest first.
 
     \b
@@ -137,7 +140,11 @@ def versions(run: str | None, config_path: Path | None, as_json: bool, limit: in
                 views.Facts(version=adapter_id, run=name, seq=seq, manifest=manifest, record=record)
                 for (adapter_id, seq), (manifest, record) in zip(newest, kept, strict=True)
             ]
-        return views.versions(facts, await registry.fleet())
+        found = views.versions(facts, await registry.fleet())
+        if not counted:
+            return found
+        counts = views.count_rollouts(await read_rollouts(registry))
+        return [replace(each, rollouts=counts.get(each.version, views.RolloutCounts())) for each in found]
 
     found = visit(config, read)
     if as_json:
@@ -159,6 +166,9 @@ def versions(run: str | None, config_path: Path | None, as_json: bool, limit: in
     rows = [_version_row(view) for view in found]
     if out.width < NARROW:  # what can be done without, so that the rest stays whole
         columns, rows = (*columns[:7], columns[9]), [(*row[:7], row[9]) for row in rows]
+    if counted:  # before the last column, which says why
+        columns = (*columns[:-1], "rollouts>", columns[-1])
+        rows = [(*row[:-1], _counts(view), row[-1]) for row, view in zip(rows, found, strict=True)]
     out.print(table("Versions", columns, rows) if rows else Text("no versions yet", "dim"))
 
 
@@ -180,6 +190,12 @@ def _version_row(view: views.VersionView) -> tuple[Any, ...]:
         stored,
         view.reason or "; ".join(refusals) or ("changes nothing: every lora_B is zero" if view.noop else ""),
     )
+
+
+def _counts(view: views.VersionView) -> str:
+    counts = view.rollouts or views.RolloutCounts()
+    marks = (("unknown", counts.unknown), ("voided", counts.voided))
+    return ", ".join([str(counts.total), *(f"{count} {name}" for name, count in marks if count)])
 
 
 @click.command()

@@ -231,14 +231,14 @@ async def test_a_router_that_can_read_and_not_report_stops_serving_in_time(
 ) -> None:
     """The coordinator does not wait for whom it does not hear of, however young that one's table is."""
     await fleet.tables.write({V1: "current"}, fleet.urls)
-    async with fleet.router(table_max_age_s=1.0):
+    async with fleet.router(table_max_age_s=3.0):
         assert (await fleet.complete(V1)).status == 200
 
         async def unheard(self: Registry, router: str, report: object) -> None:
             raise ControlUnavailable("writes are refused")
 
         monkeypatch.setattr(Registry, "report_router", unheard)
-        await wait_until(lambda: _too_old(fleet))
+        await wait_until(lambda: _too_old(fleet), timeout_s=8.0)
         assert (await fleet.get("/health")).json["redis"]["control"] == "reachable"
 
 

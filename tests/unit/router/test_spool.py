@@ -98,10 +98,8 @@ def test_a_record_that_was_cut_short_does_not_count(spool: Spool) -> None:
 
 
 def test_what_an_earlier_lap_left_is_no_record(spool: Spool) -> None:
-    for number in range(500):
-        add(
-            spool, b"%0112d" % number
-        ).done = True  # 128 bytes with its head: records of all laps begin where others did
+    for number in range(500):  # of 128 bytes each, so that every lap's records begin at the same places
+        add(spool, b"%0112d" % number).done = True
         spool.trim()
     only = b"%0112d" % 999
     add(spool, only)

@@ -60,6 +60,7 @@ class Staging:
                         f"version could not be staged: {error.strerror or error}",
                         next_step="check the mount of the store, and the space for staged files, on this host",
                         version=manifest.adapter_id,
+                        file=Path(error.filename).name if error.filename else None,
                         waited_s=round(time.monotonic() - began, 1),
                     ) from error
                 await asyncio.sleep(0 if contents else pause)

@@ -81,7 +81,10 @@ class AdapterShape(Struct, frozen=True, kw_only=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """The immutable description of one version; stored beside its files and under its own Redis key."""
+    """The immutable description of one version; stored beside its files and under its own Redis key.
+
+    `repeats` is the version that the same trainer published before this one, where that has the very same bytes.
+    """
 
     run: str
     seq: int
@@ -92,6 +95,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     created_at: float
     step: int | None = None
     probe: Probe | None = None
+    repeats: str = ""
     timings: dict[str, float] = {}
     format: int = 1
 
@@ -103,6 +107,13 @@ class Manifest(Struct, frozen=True, kw_only=True):
     @property
     def adapter_id(self) -> str:
         return adapter_id(self.run, self.seq, self.digest)
+
+    @property
+    def noop(self) -> str:
+        """Why the version changes nothing, or nothing: the trainer may have trained, and this does not show it."""
+        if self.shape.noop:
+            return "every lora_B is zero"
+        return f"same bytes as {self.repeats}" if self.repeats else ""
 
     @property
     def size(self) -> int:

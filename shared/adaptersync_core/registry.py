@@ -83,7 +83,7 @@ class Registry:
             digest=manifest.digest,
             size=manifest.size,
             rank=manifest.shape.rank,
-            noop=manifest.shape.noop,
+            noop=bool(manifest.noop),
             step=manifest.step,
             published_at=published_at,
         )

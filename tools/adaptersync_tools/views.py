@@ -85,7 +85,7 @@ class VersionView(Struct, frozen=True, kw_only=True):
     step: int | None
     size: int | None
     rank: int | None
-    noop: bool
+    noop: str
     age_s: float | None
     promoted_s: float | None
     verified: bool | None
@@ -229,7 +229,7 @@ def _version(facts: Facts, fleet: Fleet) -> VersionView:
         step=manifest.step if manifest else None,
         size=manifest.size if manifest else None,
         rank=manifest.shape.rank if manifest else None,
-        noop=bool(manifest and manifest.shape.noop),
+        noop=manifest.noop if manifest else "",
         age_s=fleet.now - published_at if published_at is not None else None,
         promoted_s=promoted_at - published_at if promoted_at is not None and published_at is not None else None,
         verified=record["verified_ok"] == "true" if "verified_ok" in record else None,

@@ -120,6 +120,7 @@ class AdapterPublisher:
         self._pending: dict[str, Publication] = {}
         self._watchers: list[Callable[[int], None]] = []
         self._publishing = threading.Lock()
+        self._last: Manifest | None = None
         self._bell = Bell()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"publisher-{self.run}", daemon=True)
@@ -168,6 +169,7 @@ class AdapterPublisher:
                 shape=shape,
                 created_at=time.time(),
                 step=step,
+                repeats=self._last.adapter_id if self._last and self._last.digest == digest else "",
                 timings={**(timings or {}), "hashed_s": hashed - began},
             )
             try:
@@ -177,8 +179,9 @@ class AdapterPublisher:
                 publication = self._store_and_announce(draft, directory)
             manifest = publication.manifest
             log.info("published %s in %.3f s", manifest.adapter_id, time.monotonic() - began)
-            if shape.noop:
-                log.warning("%s changes nothing: every lora_B is zero", manifest.adapter_id)
+            if manifest.noop:
+                log.warning("%s changes nothing: %s", manifest.adapter_id, manifest.noop)
+            self._last = manifest
             return publication
 
     def _store_and_announce(self, draft: Manifest, directory: Path) -> Publication:

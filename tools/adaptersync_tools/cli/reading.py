@@ -175,7 +175,7 @@ def _version_row(view: views.VersionView) -> tuple[Any, ...]:
         " ".join(milliseconds(spent) for phase in views.PHASES if (spent := view.phase(phase)) is not None),
         "" if view.size is None else views.size(view.size),
         stored,
-        view.reason or "; ".join(refusals) or ("changes nothing: every lora_B is zero" if view.noop else ""),
+        view.reason or "; ".join(refusals) or (f"changes nothing: {view.noop}" if view.noop else ""),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+from aiohttp import web
 from msgspec.structs import replace
 
 from adaptersync.agent import app as agent_app
@@ -23,6 +24,7 @@ from adaptersync.coordinator.app import _coordinate
 from adaptersync.router.app import serving as serving_router
 from adaptersync.trainer import AdapterPublisher
 from adaptersync.trainer.publisher import Outcome, Publication
+from adaptersync.trainer.relay import relay_app
 from adaptersync_core.config import (
     AgentSection,
     Config,
@@ -199,6 +201,19 @@ class WholeFleet:
         for replica in self.replicas.values():
             await replica.stop()
         await self.control.close()
+
+    @contextlib.asynccontextmanager
+    async def relay(self, run: str = "run", **settings: Any) -> AsyncIterator[str]:
+        """The address an unmodified TRL takes for its server."""
+        section = replace(self.config.relay, router_url=self.url, allowed_root=str(self.directory), **settings)
+        trainer = replace(self.config.trainer, run=run)
+        runner = web.AppRunner(relay_app(replace(self.config, relay=section, trainer=trainer)), access_log=None)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
 
     # trainers
 

@@ -123,6 +123,7 @@ class Agent:
     async def _step(self, table: Table) -> None:
         if not table.generation:
             return  # no table, no orders: unloading everything would be the wrong reading of a lost Redis
+        busy = set(self._busy)  # before the acks are read: what ends meanwhile is left for the next look
         self._loaded = await self._engine.loaded()
         now = time.monotonic()
         work = plan(
@@ -130,11 +131,12 @@ class Agent:
             loaded=self._loaded,
             acks=await self._registry.acks(self._settings.name),
             engine_epoch=self._engine.epoch,
-            busy=self._busy,
+            busy=busy,
             resting=[name for name, until in self._refused.items() if until > now],
         )
         for name in work.cancel:
-            self._busy[name].cancel()
+            if name in self._busy:
+                self._busy[name].cancel()
         for name in work.bring + work.confirm:
             task = asyncio.create_task(self._hold(name))
             self._busy[name] = task

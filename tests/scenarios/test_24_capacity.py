@@ -1,0 +1,120 @@
+"""Rows 24 and 25: engines hold a bounded number of adapters, and evict without a word."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from adaptersync_core.config import Config
+from adaptersync_tools.simulator.scheduler import Latency
+from support.wait import wait_until
+from support.whole_fleet import WholeFleet, whole_fleet
+
+# 24: over the slots, the engine evicts a live version
+
+
+@pytest.mark.parametrize(("slots", "staleness", "fits"), [(2, 1, False), (3, 1, True), (3, 2, False), (4, 2, True)])
+async def test_s24_slots_are_checked_when_a_replica_joins(
+    config: Config, tmp_path: Path, slots: int, staleness: int, fits: bool
+) -> None:
+    """The window, the current version, and one on its way in."""
+    settings = replace(config, trainer=replace(config.trainer, max_staleness=staleness))
+    async with whole_fleet(settings, tmp_path, start=False, max_loras=slots, max_cpu_loras=slots) as fleet:
+        fleet.start_coordinator()
+        await fleet.trainer()
+        await wait_until(lambda: _knows_run(fleet), timeout_s=20)
+        for replica in fleet.replicas.values():
+            await replica.start()
+        if fits:
+            await fleet.ready()
+        else:
+            for name in fleet.replicas:
+                await fleet.state(name, "joining", f"capacity: holds {slots} adapters, {staleness + 2} are needed")
+
+
+async def _knows_run(fleet: WholeFleet) -> bool:
+    return "run" in (await fleet.table()).runs
+
+
+async def test_s24_many_runs_share_the_slots_and_no_valid_version_is_evicted(config: Config, tmp_path: Path) -> None:
+    """Four runs want eight places, six are there: what has no place is refused, what is served stays."""
+    evicted: list[str] = []
+    async with whole_fleet(config, tmp_path, max_loras=6, max_cpu_loras=6) as fleet:
+        trainers = [await fleet.trainer(f"run-{number}") for number in range(4)]
+        models = [f"run-{number}" for number in range(4)]
+        refused = []
+        for _ in range(4):
+            publications = [await fleet.publish(trainer) for trainer in trainers]
+            for publication in publications:
+                outcome = await fleet.outcome(publication)
+                if outcome.state != "current":
+                    refused.append(outcome)
+            table = await fleet.settled()
+            assert len(table.versions) <= 6
+            for name in table.versions:
+                for replica in fleet.replicas.values():
+                    answer = await fleet.post(
+                        "/v1/completions", {"model": name, "prompt": [1, 2], "max_tokens": 1}, url=replica.url
+                    )
+                    if answer.status != 200:
+                        evicted.append(f"{replica.name} {name}")
+        assert not evicted
+        assert refused
+        for outcome in refused:
+            assert outcome.state in ("rolled_back", "superseded")
+            assert outcome.state == "superseded" or outcome.reason.startswith("capacity: ")
+        for model in models:
+            answer = await fleet.complete(model)
+            assert answer.status in (200, 503)
+
+
+async def test_s24_a_version_in_use_is_not_pushed_out_by_newer_ones(config: Config, tmp_path: Path) -> None:
+    """A request that outlives its window holds its version, and with it a place; what comes next waits for it."""
+    async with whole_fleet(
+        config, tmp_path, latency=Latency(decode_tokens_per_s=10), max_loras=3, max_cpu_loras=3
+    ) as fleet:
+        trainer = await fleet.trainer()
+        first = await fleet.promoted(trainer)
+        slow = asyncio.create_task(fleet.complete(first, max_tokens=40, ignore_eos=True))
+        await wait_until(lambda: any(r.sim.engine.running for r in fleet.replicas.values()))
+        await fleet.promoted(trainer)
+        await fleet.promoted(trainer)
+        waiting = await fleet.publish(trainer)  # three are held, and a load would evict one of them
+        while not slow.done():
+            assert all(first in replica.listed() for replica in fleet.replicas.values())
+            assert all(len(replica.listed()) <= 3 for replica in fleet.replicas.values())
+            await asyncio.sleep(0.05)
+        answer = await slow
+        assert (answer.status, answer.json["model"]) == (200, first)
+        assert (await fleet.outcome(waiting)).state == "current"
+
+
+# 25: never unloaded
+
+
+@pytest.mark.timeout(240)
+async def test_s25_two_hundred_publications_leave_a_bounded_number_everywhere(fleet: WholeFleet) -> None:
+    trainer = await fleet.trainer()
+    most = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, *(len(replica.sim.engine.registry.listed()) for replica in fleet.replicas.values()))
+            await asyncio.sleep(0.01)
+
+    watching = asyncio.create_task(watch())
+    publications = [await fleet.publish(trainer) for _ in range(200)]
+    outcomes = [await fleet.outcome(publication) for publication in publications]
+    watching.cancel()
+    assert {outcome.state for outcome in outcomes} <= {"current", "superseded"}
+    assert outcomes[-1].state == "current"
+    # the window, the one on its way in and one on its way out; a canary
+    assert most <= 2 + 1 + 1 + 1
+    table = await fleet.settled()
+    for replica in fleet.replicas.values():
+        await wait_until(lambda replica=replica: replica.staged() == set(table.versions), timeout_s=20)  # type: ignore[misc]
+        assert len(replica.sim.engine.list_loras()) <= fleet.engine.registered_limit

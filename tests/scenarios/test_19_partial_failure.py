@@ -224,7 +224,9 @@ async def test_s21_a_repeat_after_a_lost_reply_is_a_no_op(config: Config, tmp_pa
             names.append(await fleet.promoted(trainer))
         assert proxy.faults_done >= 6
         await fleet.settled()
-        told = Counter((event.version, type(event).__name__) for event in await fleet.events() if hasattr(event, "version"))
+        told = Counter(
+            (event.version, type(event).__name__) for event in await fleet.events() if hasattr(event, "version")
+        )
         for name in names:
             assert told[name, "AdapterPublished"] == 1
             assert told[name, "VersionPromoted"] == 1
@@ -352,7 +354,12 @@ async def test_s23_what_goes_out_after_a_failure_is_what_the_model_is_then(
 
 
 async def _failing(
-    fleet: WholeFleet, trainer: AdapterPublisher, model: Model, patch: pytest.MonkeyPatch, failure: str, proxy: FaultProxy
+    fleet: WholeFleet,
+    trainer: AdapterPublisher,
+    model: Model,
+    patch: pytest.MonkeyPatch,
+    failure: str,
+    proxy: FaultProxy,
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

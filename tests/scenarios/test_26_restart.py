@@ -101,7 +101,9 @@ async def test_s27_a_restarted_engine_serves_nothing_until_it_holds_the_window_a
     assert {answer.answer.status for answer in served} == {200}  # others took over, from the first failure on
     assert all(answer.version in window for answer in served)
     states = [
-        (event.state, event.reason) for event in await fleet.events("replica.state") if event.replica == "replica-0"  # type: ignore[union-attr]
+        (event.state, event.reason)
+        for event in await fleet.events("replica.state")
+        if event.replica == "replica-0"  # type: ignore[union-attr]
     ]
     assert states[-2][0] == "joining"
     assert states[-1] == ("ready", "holds all that is served")

@@ -31,7 +31,6 @@ from adaptersync_core.config import (
     CoordinatorSection,
     GroupSection,
     JobsSection,
-    ProofSection,
     RedisSection,
     RouterSection,
     StoreSection,
@@ -45,6 +44,7 @@ from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.store import ArtifactStore, Reader
 from adaptersync_core.table import Table
+from adaptersync_core.vllm import WORKER_EXTENSION
 from adaptersync_tools.simulator.engine import EngineConfig
 from adaptersync_tools.simulator.http import Simulator, SimulatorConfig, serving
 from adaptersync_tools.simulator.scheduler import Latency
@@ -55,7 +55,6 @@ from support.wait import wait_until
 PROMPT = list(range(64, 100))
 HIDDEN = 8  # as `small_adapter` has it
 SLOW_S = 30.0  # how long anything may take on a busy machine before a test gives up
-ALL_VERDICTS = ("proved", "below noise", "not probed")
 
 
 class Replica:
@@ -69,6 +68,7 @@ class Replica:
         self.engine_config = fleet.engine
         self.config = fleet.config  # of the agent; its engine's address is known once it was started
         self.mount = fleet.directory / "mounts" / name
+        self.token_file = fleet.directory / f"token-{name}"
         self._engine = contextlib.AsyncExitStack()
         self._agent: asyncio.Task[None] | None = None
 
@@ -87,7 +87,11 @@ class Replica:
 
     async def start_engine(self) -> None:
         """A new life: nothing of the last one is left."""
-        self.simulator = Simulator(SimulatorConfig(engine=self.engine_config, latency=self.fleet.latency))
+        config = SimulatorConfig(engine=self.engine_config, latency=self.fleet.latency)
+        if self.fleet.guarded:
+            self.token_file.touch()
+            config = replace(config, token_file=self.token_file, worker_extension_cls=WORKER_EXTENSION)
+        self.simulator = Simulator(config)
         for change in self.fleet.on_engine:
             change(self)
         address = await self._engine.enter_async_context(serving(self.simulator, port=self.port))
@@ -106,6 +110,7 @@ class Replica:
             self.config.agent,
             name=self.name,
             engine_url=self.url,
+            token_file=str(self.token_file) if self.fleet.guarded else "",
             stage_path=str(self.fleet.directory / "staged" / self.name),
             **settings,
         )
@@ -131,13 +136,19 @@ class Replica:
 
     def staged(self) -> set[str]:
         root = self.fleet.directory / "staged" / self.name
-        return {path.name for path in root.iterdir() if not path.name.startswith((".", "canary"))} if root.is_dir() else set()
+        return (
+            {path.name for path in root.iterdir() if not path.name.startswith((".", "canary"))}
+            if root.is_dir()
+            else set()
+        )
 
 
 class WholeFleet:
     """See the module. `on_engine` are changes made to each engine before it is started."""
 
-    def __init__(self, config: Config, directory: Path, *, replicas: int, engine: EngineConfig, latency: Latency) -> None:
+    def __init__(
+        self, config: Config, directory: Path, *, replicas: int, engine: EngineConfig, latency: Latency
+    ) -> None:
         self.config = config
         self.directory = directory
         self.engine = engine
@@ -149,6 +160,7 @@ class WholeFleet:
         self.on_engine: list[Callable[[Replica], None]] = []
         self.replicas = {f"replica-{number}": Replica(self, f"replica-{number}") for number in range(replicas)}
         self.readers: dict[Path, Reader] = {}
+        self.guarded = True  # our door before every engine, our auditor in its worker
         self.url = ""
         self._coordinators: dict[str, asyncio.Task[None]] = {}
         self._routers: dict[str, contextlib.AsyncExitStack] = {}
@@ -358,9 +370,10 @@ def fleet_config(control_url: str, cache_url: str, directory: Path, **changes: M
         group=GroupSection(name="group"),
         redis=RedisSection(control_url=control_url, cache_url=cache_url),
         store=StoreSection(path=str(directory / "store")),
-        coordinator=CoordinatorSection(min_ready=1, tick_s=0.05, lease_s=1.0, alive_s=3.0, deadline_s=20.0, eject_s=0.5),
+        coordinator=CoordinatorSection(
+            min_ready=1, tick_s=0.05, lease_s=1.0, alive_s=3.0, deadline_s=20.0, eject_s=0.5
+        ),
         agent=AgentSection(heartbeat_s=0.1, probe_timeout_s=1.0, load_timeout_s=10.0, visible_timeout_s=5.0),
-        proof=ProofSection(promote_on=ALL_VERDICTS),
         router=RouterSection(port=0, hold_s=20.0, connect_timeout_s=1.0, request_timeout_s=20.0),
         trainer=TrainerSection(max_staleness=1),
         jobs=JobsSection(verify=False),

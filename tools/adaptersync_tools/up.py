@@ -52,6 +52,8 @@ class StackSettings(Struct, frozen=True, kw_only=True):
     replicas: int = 2
     simulated: bool = False
     router_port: int = 0
+    coordinators: int = 1
+    routers: int = 1
     engine: dict[str, Any] = {}
     """Other fields of EngineSettings."""
     overrides: dict[str, Any] = {}
@@ -76,12 +78,17 @@ class Stack:
         self.logs = self.state_dir / "logs"
         self.engine_urls: dict[str, str] = {}
         self._environment: dict[str, str] = {}
+        self._router_ports: list[int] = []
         self._progress = progress or Progress()
         self._cleanup = contextlib.ExitStack()
 
     @property
     def router_url(self) -> str:
-        return f"http://{self.config.router.host}:{self.config.router.port}"
+        return self.router_urls[0]
+
+    @property
+    def router_urls(self) -> list[str]:
+        return [f"http://{self.config.router.host}:{port}" for port in self._router_ports]
 
     def __enter__(self) -> Self:
         try:
@@ -118,12 +125,15 @@ class Stack:
         if self.settings.router_port:
             _require_free(self.settings.router_port)
         names = [f"replica-{number}" for number in range(self.settings.replicas)]
-        ports = free_ports(3 + len(names))
-        self.engine_urls = {name: f"http://{HOST}:{port}" for name, port in zip(names, ports[3:], strict=True)}
-        self.config = self._configure(control=ports[0], cache=ports[1], router=self.settings.router_port or ports[2])
+        control, cache, *ports = free_ports(2 + self.settings.routers + len(names))
+        engines, self._router_ports = ports[: len(names)], ports[len(names) :]
+        if self.settings.router_port:
+            self._router_ports[0] = self.settings.router_port
+        self.engine_urls = {name: f"http://{HOST}:{port}" for name, port in zip(names, engines, strict=True)}
+        self.config = self._configure(control=control, cache=cache, router=self._router_ports[0])
         self.supervisor = self._cleanup.enter_context(Supervisor(self.logs, inherited=(lock,)))
-        self._start_servers({Role.CONTROL: ports[0], Role.CACHE: ports[1]})
-        self._start_engines(ports[3:])
+        self._start_servers({Role.CONTROL: control, Role.CACHE: cache})
+        self._start_engines(engines)
         self._start_services()
         pids = {name: service.pid for name, service in self.supervisor.services.items()}
         (self.state_dir / "pids.json").write_bytes(orjson.dumps(pids, option=orjson.OPT_INDENT_2))
@@ -214,10 +224,16 @@ class Stack:
             arguments = ("--name", name, "--engine-url", url)
             self._service(name.replace("replica", "agent"), "agent", *arguments, environment=environment)
         self._service("coordinator", "coordinator")
+        for number in range(1, self.settings.coordinators):
+            self._service(f"coordinator-{number}", "coordinator", "--name", f"coordinator-{number}")
         self._service("worker", "worker")
         self._service("router", "router", tier=FRONT_TIER)
+        for number, port in enumerate(self._router_ports[1:], 1):
+            options = ("--name", f"router-{number}", "--port", str(port))
+            self._service(f"router-{number}", "router", *options, tier=FRONT_TIER)
         self._wait("agents and coordinator", self._members_ready, FLEET_READY_S)
-        self._wait("router", lambda: answers(f"{self.router_url}/v1/models"), FLEET_READY_S)
+        for url in self.router_urls:
+            self._wait("router", lambda url=url: answers(f"{url}/v1/models"), FLEET_READY_S)  # type: ignore[misc]
 
     def _service(
         self,

@@ -1,0 +1,57 @@
+"""The command: `python -m adaptersync_tools.chaos`. Ends by itself; its status says whether every promise held."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+import msgspec
+
+from adaptersync_tools.chaos import drive, report
+from adaptersync_tools.cli.common import run_command
+from adaptersync_tools.cli.local import interrupt_on_sigterm
+from adaptersync_tools.output import Narrator, console
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--minutes", type=click.FloatRange(0.1, 600), default=10.0, show_default=True, help="How long it breaks.")
+@click.option("--seed", type=int, help="What breaks, in which order.  [default: a new one, and the report says which]")
+@click.option("--replicas", type=click.IntRange(1, 16), default=3, show_default=True, help="Simulated engines.")
+@click.option(
+    "--report",
+    "report_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Where to write the whole report, as JSON.",
+)
+@click.option(
+    "--keep", type=click.Path(file_okay=False, path_type=Path), help="Directory for the fleet's data and logs; kept."
+)
+def chaos(minutes: float, seed: int | None, replicas: int, report_path: Path | None, keep: Path | None) -> int:
+    """Break a simulated fleet under traffic for a while, and watch whether its promises hold.
+
+    Processes are killed and frozen at random steps of the protocol: coordinators, agents, routers, trainers, engines
+    and both Redis servers.
+    """
+    interrupt_on_sigterm()
+    chosen = secrets.randbelow(1 << 31) if seed is None else seed
+    narrator = Narrator(console(stderr=True))
+    with tempfile.TemporaryDirectory(prefix="adaptersync-chaos-") as scratch:
+        directory = (keep or Path(scratch)).absolute()
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            made = drive.run(
+                seed=chosen, seconds=minutes * 60, replicas=replicas, directory=directory, progress=narrator
+            )
+        finally:
+            narrator.quiet()
+    report.write(made)
+    if report_path is not None:
+        report_path.write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=1))
+    return 0 if made.sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(chaos, None, "chaos"))

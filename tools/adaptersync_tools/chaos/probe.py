@@ -1,0 +1,85 @@
+"""Looks at the replicas past the router: does each hold what the table says it serves, and was it ever paused?"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+
+import aiohttp
+import orjson
+
+from adaptersync_core.errors import ControlError, EngineError
+from adaptersync_core.registry import Registry
+from adaptersync_core.table import Table
+from adaptersync_core.vllm import VllmClient
+from adaptersync_tools.chaos.history import Violation
+
+REST_S = 0.5
+CALL_S = 5.0
+PAUSES = ("/pause", "/resume", "/sleep", "/wake_up")
+
+
+class Probe:
+    """`checked` counts questions that had to be answered with 200, and were."""
+
+    def __init__(self, registry: Registry, engines: Mapping[str, str], found: Callable[[Violation], None]) -> None:
+        self._registry = registry
+        self._engines = engines
+        self._found = found
+        self.checked = 0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S)) as session:
+            while True:
+                await asyncio.sleep(REST_S)
+                table = await self.table()
+                if table is None:
+                    continue
+                for name in table.ready():
+                    await self._paused(session, table.members[name].url)
+                    for version in table.versions:
+                        if table.routable(version):
+                            await self._holds(session, table, name, version)
+
+    async def table(self) -> Table | None:
+        try:
+            return await self._registry.table()
+        except ControlError:
+            return None
+
+    async def _paused(self, session: aiohttp.ClientSession, url: str) -> None:
+        try:
+            async with session.get(f"{url}/simulator/calls") as answer:
+                calls = orjson.loads(await answer.read())["calls"]
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError):
+            return  # killed or frozen: it is asked again
+        if sent := [path for path in PAUSES if calls.get(path)]:
+            self._found(Violation(kind="pause", what=f"{', '.join(sent)} was sent to {url}", at=time.time()))
+
+    async def _holds(self, session: aiohttp.ClientSession, table: Table, name: str, version: str) -> None:
+        """A 404 counts only if the table still says so afterwards, and the engine is still in the life it speaks of."""
+        member = table.members[name]
+        body = {"model": version, "prompt": [33, 34, 35], "max_tokens": 1, "temperature": 0}
+        try:
+            async with session.post(f"{member.url}/v1/completions", json=body) as answer:
+                status, raw = answer.status, await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return
+        if status == 200:
+            self.checked += 1
+            return
+        after = await self.table()
+        if after is None or not after.routable(version) or after.members.get(name) != member:
+            return
+        try:
+            async with VllmClient(member.url) as client:
+                life = await client.identity()
+                epoch = life.life if life else await client.epoch()
+        except EngineError:
+            return
+        if epoch == member.engine_epoch:
+            text = raw[:200].decode(errors="replace")
+            what = f"{name} answers {status} for {version}, which the table says it serves: {text}"
+            self._found(Violation(kind="evicted", what=what, at=time.time()))

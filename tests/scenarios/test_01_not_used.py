@@ -19,6 +19,58 @@ from support.adapters import make_adapter
 from support.wait import wait_until
 from support.whole_fleet import PROMPT, Replica, WholeFleet, whole_fleet
 
+# 1: the load is answered 200, and the engine serves something else
+
+LIES = {
+    "base": ({"serve_base": True}, True, "canary changed nothing"),
+    "the version before": ({"stale": True}, False, "holds other values"),
+    "another scale": ({"wrong_alpha": True}, False, "holds other values"),
+    "one tensor wrong": ({"corrupt_slot": True}, False, "holds other values"),
+    "nothing": ({"drop_on_load": True}, False, "does not hold it"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("liars", [1, 3])
+async def test_s01_an_engine_that_serves_something_else_is_found_out_before_the_promotion(
+    config: Config, tmp_path: Path, lie: str, liars: int
+) -> None:
+    faults, anew, said = LIES[lie]
+    async with whole_fleet(config, tmp_path, replicas=3) as fleet:
+        trainer = await fleet.trainer()
+        old = await fleet.promoted(trainer)
+        fleet.on_engine.append(lambda replica: replica.faults(**faults))
+        for number in range(liars):
+            if anew:  # seen when an engine is commissioned, once in each life
+                await fleet[number].restart_engine()
+            else:
+                fleet[number].faults(**faults)
+        if anew and liars == 1:
+            await fleet.state("replica-0", "joining", said)
+        publication = await fleet.publish(trainer)
+        if anew and liars == 3:  # nobody is left who could be believed
+            await wait_until(lambda: _ready_count(fleet, 0), timeout_s=20)
+            await asyncio.sleep(1.0)
+            assert publication.outcome is None
+        elif liars == 3:
+            outcome = await fleet.outcome(publication)
+            assert outcome.state == "rolled_back"
+            assert said in outcome.reason
+            assert len(re.findall(r"replica-\d: refuted", outcome.reason)) >= 2
+            assert await fleet.current() == old
+        else:
+            assert (await fleet.outcome(publication)).state == "current"
+            assert "replica-0" not in (await fleet.table()).ready()
+            answer = await fleet.complete("run")
+            assert answer.headers["x-adaptersync-replica"] != "replica-0"
+        promoted = [event.replicas for event in await fleet.events("version.promoted", publication.adapter_id)]
+        assert not any("replica-0" in replicas for replicas in promoted)
+
+
+async def _ready_count(fleet: WholeFleet, count: int) -> bool:
+    return len((await fleet.table()).ready()) == count
+
+
 # 2: the path that rollouts take ignores the adapter while another has it
 
 
@@ -168,13 +220,13 @@ async def test_s06_what_does_not_fit_the_base_is_refused_before_the_engine_sees_
     trainer = await fleet.trainer()
     old = await fleet.promoted(trainer)
     loads = [replica.sim.calls["/v1/load_lora_adapter"] for replica in fleet.replicas.values()]
-    fitting = {"rank": 2, "hidden": 8, "intermediate": 16, "layers": 1, "targets": ("q_proj",)}
+    fitting: dict[str, Any] = {"rank": 2, "hidden": 8, "intermediate": 16, "layers": 1, "targets": ("q_proj",)}
     source = make_adapter(fleet.directory / "misfit", **(fitting | shape))
     publication = await fleet.publish(trainer, source)
     outcome = await fleet.outcome(publication)
     assert outcome.state == "rolled_back"
     assert said in outcome.reason
-    assert all(f"{replica}: " in outcome.reason for replica in fleet.replicas)
+    assert any(f"{replica}: " in outcome.reason for replica in fleet.replicas)
     assert [replica.sim.calls["/v1/load_lora_adapter"] for replica in fleet.replicas.values()] == loads
     assert (await fleet.complete("run", PROMPT)).json["model"] == old
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -240,7 +239,7 @@ async def test_s11_a_hundred_promotions_under_traffic_without_an_error(fleet: Wh
 
 
 @pytest.fixture
-async def told(fleet: WholeFleet, caplog: pytest.LogCaptureFixture) -> AsyncIterator[tuple[str, dict[str, str]]]:
+async def told(fleet: WholeFleet, caplog: pytest.LogCaptureFixture) -> tuple[str, dict[str, str]]:
     """The only version there ever was, and everything that anybody said of it, by who said it."""
     caplog.set_level(logging.INFO)
     trainer = await fleet.trainer()
@@ -257,12 +256,12 @@ async def told(fleet: WholeFleet, caplog: pytest.LogCaptureFixture) -> AsyncIter
         "metrics": (await fleet.get("/metrics")).body.decode(),
         "log": caplog.text,
         "store": str(sorted(path.name for path in (fleet.directory / "store" / "run").iterdir())),
-        "manifest": str((await fleet.registry.manifest(name)).adapter_id),  # type: ignore[union-attr]
+        "manifest": str(await fleet.registry.manifest(name)),
     }
     for replica in fleet.replicas.values():
         async with aiohttp.ClientSession() as session, session.get(replica.url + "/v1/models") as listed:
             said[replica.name] = await listed.text()
-    yield name, said
+    return name, said
 
 
 async def _has_rows(fleet: WholeFleet) -> bool:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -42,7 +43,7 @@ async def mounted(config: Config, tmp_path: Path) -> AsyncIterator[WholeFleet]:
         yield fleet
 
 
-def view(fleet: WholeFleet, number: int, **lag: float) -> LaggingView:
+def view(fleet: WholeFleet, number: int, **lag: Any) -> LaggingView:
     """From now on, how that replica's agent sees the store."""
     seen = LaggingView(fleet[number].mount, **lag)
     fleet.readers[fleet[number].mount] = seen
@@ -261,7 +262,7 @@ async def test_s16_a_failed_save_is_an_error_and_no_version(
             case "write":
                 patch.setattr(store_module, "copy_verified", fails)
             case "fsync":
-                patch.setattr(store_module.os, "fsync", fails)
+                patch.setattr(os, "fsync", fails)
             case "rename":
                 patch.setattr(Path, "rename", fails)
             case "mkdir":

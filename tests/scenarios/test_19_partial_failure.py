@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from msgspec.structs import replace
 
-from adaptersync.trainer import AdapterPublisher
+from adaptersync.trainer import AdapterPublisher, Publication
 from adaptersync_core import registry as registry_module
 from adaptersync_core import store as store_module
 from adaptersync_core.config import Config
@@ -21,6 +22,7 @@ from adaptersync_core.errors import AdapterSyncError, StoreError
 from adaptersync_core.events import ReplicaAcked
 from adaptersync_core.manifest import WEIGHTS_FILE
 from adaptersync_core.redis import RedisClient
+from adaptersync_core.scripts import Script
 from adaptersync_core.table import Table
 from support.artifacts import small_adapter
 from support.proxy import Fault, FaultProxy
@@ -77,7 +79,7 @@ class Executioner:
 async def _together(fleet: WholeFleet, known: set[str]) -> Table:
     """At rest, one version is current, everybody serves it, and nobody anything that was not promoted."""
     table = await fleet.settled()
-    promoted = {event.version for event in await fleet.events("version.promoted")}  # type: ignore[union-attr]
+    promoted = {event.version for event in await fleet.events("version.promoted")}
     assert set(table.versions) <= promoted <= known
     current = table.runs["run"].current
     assert current is not None
@@ -140,12 +142,16 @@ async def test_s19_an_agent_killed_at_any_call_leaves_one_version_everywhere(
             executioner.order("replica-1", call, after=after)
             publication = await fleet.publish(trainer)
             known.add(publication.adapter_id)
-            await wait_until(lambda: executioner.killed or publication.outcome is not None, timeout_s=20)
+            await wait_until(partial(_dead_or_decided, executioner, publication), timeout_s=20)
             await fleet[1].stop_agent()
             fleet[1].start_agent()
             assert (await fleet.outcome(publication)).state == "current"
             await fleet.ready()
             await _together(fleet, known)
+
+
+def _dead_or_decided(executioner: Executioner, publication: Publication) -> bool:
+    return executioner.killed or publication.outcome is not None
 
 
 # 20: a replica accepts connections and never answers; or its front answers for a frozen engine
@@ -213,7 +219,7 @@ SCRIPTS = ("begin_run", "reserve", "publish", "ack", "report", "lead", "decide")
 
 @pytest.mark.parametrize("script", SCRIPTS)
 async def test_s21_a_repeat_after_a_lost_reply_is_a_no_op(config: Config, tmp_path: Path, script: str) -> None:
-    sha = registry_module.Script(script).sha.encode()
+    sha = Script(script).sha.encode()
     async with _lossy(config) as (lossy, proxy), whole_fleet(lossy, tmp_path) as fleet:
         trainer = await fleet.trainer()
         names = [await fleet.promoted(trainer)]
@@ -232,7 +238,7 @@ async def test_s21_a_repeat_after_a_lost_reply_is_a_no_op(config: Config, tmp_pa
             assert told[name, "VersionPromoted"] == 1
             assert told[name, "ReplicaAcked"] == 2
         assert [await fleet.registry.find_seq("run", seq + 1) for seq in range(4)] == names  # no number was wasted
-        epochs = [event.epoch for event in await fleet.events("run.began")]  # type: ignore[union-attr]
+        epochs = [event.epoch for event in await fleet.events("run.began")]
         assert epochs == list(range(1, 5 if script == "begin_run" else 2))
 
 
@@ -371,6 +377,6 @@ async def _failing(
                 await fleet.publish(trainer, model)
         else:  # announced, and the answer lost, until the publisher has lost its patience
             here.setattr("adaptersync.trainer.publisher.INSIST_S", 0.2)
-            proxy.arm(Fault.LOSE_REQUEST, match=registry_module.Script("publish").sha.encode(), times=3)
+            proxy.arm(Fault.LOSE_REQUEST, match=Script("publish").sha.encode(), times=3)
             with contextlib.suppress(AdapterSyncError):
                 await fleet.publish(trainer, model)

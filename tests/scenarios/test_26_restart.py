@@ -28,7 +28,7 @@ async def test_s26_a_resumed_trainer_goes_on_in_a_new_epoch_with_the_next_number
     assert (await fleet.outcome(again)).state == "current"
     with pytest.raises(Fenced, match="newer trainer"):
         await fleet.publish(first)
-    told = [event.version for event in await fleet.events("adapter.published")]  # type: ignore[union-attr]
+    told = [event.version for event in await fleet.events("adapter.published")]
     assert told == [*names, again.adapter_id]
     answer = await fleet.complete("run")
     assert answer.json["model"] == again.adapter_id
@@ -101,9 +101,7 @@ async def test_s27_a_restarted_engine_serves_nothing_until_it_holds_the_window_a
     assert {answer.answer.status for answer in served} == {200}  # others took over, from the first failure on
     assert all(answer.version in window for answer in served)
     states = [
-        (event.state, event.reason)
-        for event in await fleet.events("replica.state")
-        if event.replica == "replica-0"  # type: ignore[union-attr]
+        (event.state, event.reason) for event in await fleet.events("replica.state") if event.replica == "replica-0"
     ]
     assert states[-2][0] == "joining"
     assert states[-1] == ("ready", "holds all that is served")

@@ -29,7 +29,7 @@ async def test_s29_every_row_says_what_its_age_can_be_told_from(fleet: WholeFlee
         names.append(await fleet.promoted(trainer))
     await fleet.complete("run")
     await wait_until(lambda: _rows(fleet, 2), timeout_s=20)
-    promoted = [event.version for event in await fleet.events("version.promoted")]  # type: ignore[union-attr]
+    promoted = [event.version for event in await fleet.events("version.promoted")]
     assert promoted == names
     ages = [len(promoted) - 1 - promoted.index(row["version"]) for row in await fleet.rows()]
     assert ages == [3, 0]

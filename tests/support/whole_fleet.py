@@ -37,7 +37,7 @@ from adaptersync_core.config import (
     TrainerSection,
 )
 from adaptersync_core.errors import ControlError
-from adaptersync_core.events import AnyEvent, from_fields
+from adaptersync_core.events import from_fields
 from adaptersync_core.keys import Keys
 from adaptersync_core.lane import FastLane
 from adaptersync_core.redis import RedisClient
@@ -45,10 +45,13 @@ from adaptersync_core.registry import Registry
 from adaptersync_core.store import ArtifactStore, Reader
 from adaptersync_core.table import Table
 from adaptersync_core.vllm import WORKER_EXTENSION
+from adaptersync_tools.simulator.adapter_files import BaseModel
 from adaptersync_tools.simulator.engine import EngineConfig
 from adaptersync_tools.simulator.http import Simulator, SimulatorConfig, serving
 from adaptersync_tools.simulator.scheduler import Latency
+from support.adapters import make_adapter, write_safetensors
 from support.artifacts import small_adapter
+from support.engines import Engine
 from support.router_fleet import Answer
 from support.wait import wait_until
 
@@ -130,6 +133,10 @@ class Replica:
     def faults(self, **change: Any) -> None:
         self.sim.set_faults(change)
 
+    @property
+    def up(self) -> bool:
+        return self.simulator is not None
+
     def listed(self) -> set[str]:
         """Adapter ids its API server knows; the canary of a proof is none."""
         return {lora.name for lora in self.sim.engine.registry.listed() if not lora.name.startswith("canary")}
@@ -141,6 +148,27 @@ class Replica:
             if root.is_dir()
             else set()
         )
+
+
+class RealReplica(Replica):
+    """A server that runs already, and goes on running."""
+
+    def __init__(self, fleet: WholeFleet, name: str, engine: Engine) -> None:
+        super().__init__(fleet, name)
+        self.engine = engine
+        self.port = engine.port
+        self.token_file = engine.token_file or self.token_file
+
+    @property
+    def up(self) -> bool:
+        return True
+
+    async def start_engine(self) -> None: ...
+
+    async def stop_engine(self) -> None: ...
+
+    def listed(self) -> set[str]:
+        return {name for name in self.engine.listed() if not name.startswith("canary")}
 
 
 class WholeFleet:
@@ -160,6 +188,7 @@ class WholeFleet:
         self.on_engine: list[Callable[[Replica], None]] = []
         self.replicas = {f"replica-{number}": Replica(self, f"replica-{number}") for number in range(replicas)}
         self.readers: dict[Path, Reader] = {}
+        self.make: Callable[..., Path] = small_adapter
         self.guarded = True  # our door before every engine, our auditor in its worker
         self.url = ""
         self._coordinators: dict[str, asyncio.Task[None]] = {}
@@ -240,9 +269,9 @@ class WholeFleet:
             publisher._lane = FastLane(publisher._cache, self.keys, limit_bytes=0)
 
     def adapter(self, **more: Any) -> Path:
-        """A directory with an adapter nobody else has; `more` is for `small_adapter`."""
+        """A directory with an adapter nobody else has; `more` is for `make`."""
         self._made += 1
-        return small_adapter(self.directory / f"adapter-{self._made}", **({"seed": self._made} | more))
+        return self.make(self.directory / f"adapter-{self._made}", **({"seed": self._made} | more))
 
     async def publish(self, publisher: AdapterPublisher, source: Any = None, **adapter: Any) -> Publication:
         return await asyncio.to_thread(publisher.publish, source or self.adapter(**adapter))
@@ -289,19 +318,18 @@ class WholeFleet:
             table = await self.table()
             names = {name for name in table.versions if table.routable(name)}
             return set(table.versions) == names and all(
-                self.replicas[name].simulator is not None and self.replicas[name].listed() == names
-                for name in table.ready()
+                self.replicas[name].up and self.replicas[name].listed() == names for name in table.ready()
             )
 
         await wait_until(is_so, timeout_s=timeout_s, what="the fleet is at rest")
         return await self.table()
 
-    async def events(self, kind: str = "", version: str = "") -> list[AnyEvent]:
+    async def events(self, kind: str = "", version: str = "") -> list[Any]:
         return [event for _, event in await self.timed_events(kind, version)]
 
-    async def timed_events(self, kind: str = "", version: str = "") -> list[tuple[int, AnyEvent]]:
+    async def timed_events(self, kind: str = "", version: str = "") -> list[tuple[int, Any]]:
         """With the server's clock in milliseconds."""
-        found = []
+        found: list[tuple[int, Any]] = []
         for entry_id, fields in await self.control.read_stream(self.keys.events, "0", count=100_000):
             if fields["type"].startswith(kind) and version in ("", fields.get("version")):
                 found.append((int(entry_id.partition("-")[0]), from_fields(fields)))
@@ -338,7 +366,7 @@ class WholeFleet:
             while not stop.is_set():
                 sent_at = time.time()
                 model = models[number % len(models)]
-                answer = await self.complete(model, [number] + PROMPT, **fields)
+                answer = await self.complete(model, [number, *PROMPT], **fields)
                 served.append(Served(model, answer, sent_at, time.time()))
                 await asyncio.sleep(0.005)
 
@@ -389,15 +417,22 @@ async def whole_fleet(
     replicas: int = 2,
     latency: Latency | None = None,
     start: bool = True,
+    real: Engine | None = None,
     **engine: Any,
 ) -> AsyncIterator[WholeFleet]:
-    """A fleet, all of it started and ready unless told otherwise; `engine` are fields of EngineConfig."""
+    """A fleet, all of it started and ready unless told otherwise; `engine` are fields of EngineConfig.
+
+    `real` takes the place of the first simulated engine.
+    """
     (directory / "store").mkdir(exist_ok=True)
     (directory / "mounts").mkdir()
-    sizes = EngineConfig.for_model_directory(
-        write_model(directory / "model"), **({"max_loras": 5, "max_cpu_loras": 8, "max_num_seqs": 64} | engine)
-    )
+    model = write_model(directory / "model")
+    fields = {"max_loras": 5, "max_cpu_loras": 8, "max_num_seqs": 64} | engine
+    sizes = EngineConfig(root=str(model), base=BaseModel.from_directory(model), **fields)
     fleet = WholeFleet(config, directory, replicas=replicas, engine=sizes, latency=latency or Latency())
+    if real is not None:
+        fleet.replicas["replica-0"] = RealReplica(fleet, "replica-0", real)
+        fleet.make = make_adapter
     for replica in fleet.replicas.values():
         replica.mount.symlink_to(directory / "store")
     with pytest.MonkeyPatch.context() as patch:
@@ -414,8 +449,6 @@ async def whole_fleet(
 
 def write_model(directory: Path) -> Path:
     """Sizes for the simulator, and the weights that adapters of these tests train, for agents."""
-    from support.adapters import write_safetensors
-
     directory.mkdir(exist_ok=True)
     sizes = {
         "hidden_size": HIDDEN,

@@ -20,6 +20,7 @@ from adaptersync_core.errors import ControlError
 from adaptersync_core.events import from_fields
 from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.keys import Keys
+from adaptersync_core.records import Request
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.table import Table
@@ -29,7 +30,7 @@ from adaptersync_tools.chaos.probe import Probe
 from adaptersync_tools.chaos.report import Report, Struck
 from adaptersync_tools.chaos.traffic import Traffic
 from adaptersync_tools.demo.synthetic import RANK, write_base_model
-from adaptersync_tools.simulator.adapter_files import read_adapter
+from adaptersync_tools.simulator.adapter_files import BaseModel, read_adapter
 from adaptersync_tools.simulator.engine import Engine, EngineConfig
 from adaptersync_tools.simulator.voice import speak
 from adaptersync_tools.supervisor import Spec, python
@@ -39,7 +40,7 @@ RUNS = ("run-a", "run-b")
 CLIENTS = 3
 TABLE_AGE_S = 8.0  # how long a router may serve from a table it cannot read again
 FIRST_S = 60.0  # from the start of the trainers to the first version of each run
-STEP_S = 3.0  # how long a fault waits for its step of the protocol
+STEP_S = 2.0  # how long a fault waits for its step of the protocol
 LOOK_S = 0.2
 CONVERGE_S = 90.0  # the stated bound, on a machine with two busy cores
 JUDGE_AFTER_S = 1.0  # an answer is judged when events younger than it were read
@@ -101,7 +102,7 @@ class _Drive:
         self._client = RedisClient(stack.config.redis.control_url, name="chaos")
         self._registry = Registry(self._client, self._keys)
         self._began = time.monotonic()
-        self._engine = Engine(EngineConfig.for_model_directory(model))
+        self._engine = Engine(EngineConfig(root=str(model), base=BaseModel.from_directory(model)))
         self._history = History(late_s=TABLE_AGE_S + 1.0, speak=self._speak)
         self._violations: dict[tuple[str, str], Violation] = {}
         self._waiting: deque[Rollout] = deque()
@@ -112,7 +113,6 @@ class _Drive:
         self._news = asyncio.Event()
         self._struck: list[Struck] = []
         self._ordered: Counter[str] = Counter()
-        self._read_at = 0.0
         self._after = "0"
 
     async def run(self) -> Report:
@@ -129,9 +129,11 @@ class _Drive:
                 converged = await self._converge()
                 traffic.stop()
                 await clients
-                await asyncio.sleep(2 * JUDGE_AFTER_S)
                 for task in background:
                     task.cancel()
+            while await self._read():
+                pass
+            self._judge(until=float("inf"))
             rows = await self._ledger()
         finally:
             await self._client.close()
@@ -143,6 +145,9 @@ class _Drive:
             for name, service in self._stack.supervisor.services.items()
             if (ended := service.restarts - self._ordered[name]) > 0
         }
+        for name, count in crashes.items():
+            last = self._stack.supervisor.services[name].last_words()
+            self._found(Violation(kind="crash", what=f"{name} ended by itself, {count} times: {last}", at=time.time()))
         return Report(
             seed=self._seed,
             seconds=self._seconds,
@@ -167,7 +172,7 @@ class _Drive:
         """Wait for the first version of each run: before it there is nothing to ask for."""
         async with asyncio.timeout(FIRST_S):
             while not all(self._pinned(run) for run in RUNS):
-                await asyncio.sleep(LOOK_S)
+                await self._anything()
 
     # faults
 
@@ -201,10 +206,14 @@ class _Drive:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s if event else 0):
                 while self._seen[event] == before:
-                    self._news.clear()
-                    await self._news.wait()
+                    await self._anything()
                 return event
         return ""
+
+    async def _anything(self) -> None:
+        """Wait for any event."""
+        self._news.clear()
+        await self._news.wait()
 
     async def _freeze(self, fault: Fault) -> None:
         service = self._stack.supervisor.services[fault.target]
@@ -215,8 +224,6 @@ class _Drive:
             service.signal(signal.SIGCONT)
 
     async def _void(self) -> None:
-        from adaptersync_core.records import Request
-
         with contextlib.suppress(ControlError):
             await self._registry.request(Request(kind="rollback", run=RUNS[0], reason="chaos"))
 
@@ -237,26 +244,29 @@ class _Drive:
         """Read the events in their order, and judge what was answered before the last reading began."""
         while True:
             began = time.time()
-            try:
-                entries = await self._client.read_stream(self._keys.events, self._after, count=PAGE)
-            except ControlError:
-                await asyncio.sleep(LOOK_S)
-                continue
-            for entry_id, fields in entries:
-                self._after = entry_id
-                event = from_fields(fields)
-                for violation in self._history.add(float(entry_id.partition("-")[0]), event):
-                    self._found(violation)
-                self._seen[fields["type"]] += 1
-                if fields["type"].startswith(("version.", "adapter.")):
-                    self._versions[fields["type"].partition(".")[2]] += 1
-            if entries:
-                self._news.set()
-            else:
-                while self._waiting and self._waiting[0].got_at < began - JUDGE_AFTER_S:
-                    for violation in self._history.judge(self._waiting.popleft()):
-                        self._found(violation)
-                await asyncio.sleep(LOOK_S)
+            with contextlib.suppress(ControlError):
+                if not await self._read():
+                    self._judge(until=began - JUDGE_AFTER_S)
+            await asyncio.sleep(LOOK_S)
+
+    async def _read(self) -> bool:
+        """Take in what came since; False when nothing did."""
+        entries = await self._client.read_stream(self._keys.events, self._after, count=PAGE)
+        for entry_id, fields in entries:
+            self._after = entry_id
+            for violation in self._history.add(float(entry_id.partition("-")[0]), from_fields(fields)):
+                self._found(violation)
+            self._seen[fields["type"]] += 1
+            if fields["type"].startswith(("version.", "adapter.")):
+                self._versions[fields["type"].partition(".")[2]] += 1
+        if entries:
+            self._news.set()
+        return bool(entries)
+
+    def _judge(self, *, until: float) -> None:
+        while self._waiting and self._waiting[0].got_at < until:
+            for violation in self._history.judge(self._waiting.popleft()):
+                self._found(violation)
 
     def _speak(self, version: str, prompt: Sequence[int], limit: int, seed: int) -> list[int]:
         """What the stored weights of a version say: the simulator's answers are a function of them."""
@@ -288,7 +298,7 @@ class _Drive:
                 if not why:
                     for trainer in trainers:
                         trainer.spec = msgspec.structs.replace(trainer.spec, restart=False)
-                        trainer.signal(signal.SIGKILL)
+                        trainer.terminate()
                     converged = time.monotonic() - began
                     return converged if await self._at_rest(session, began) else None
                 await asyncio.sleep(LOOK_S)

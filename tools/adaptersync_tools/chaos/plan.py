@@ -29,7 +29,7 @@ STEPS = (
 )
 LONGEST_DELAY_S = 0.3  # between the event and the fault: a step of the protocol takes less
 LONGEST_FREEZE_S = 8.0  # longer than a lease and than the age of a heartbeat
-LONGEST_PAUSE_S = 4.0  # before the next fault
+LONGEST_PAUSE_S = 2.5  # before the next fault
 AT_ONCE = 0.3  # the share of faults that follow the one before without a pause
 FREEZES = 0.35  # the share of faults that stop a process for a time instead of ending it
 

@@ -19,7 +19,7 @@ from adaptersync_tools.chaos.history import Rollout
 GROUP = 4  # answers to one prompt, as GRPO wants them
 LIMIT = 16  # tokens of one answer
 PROMPT_TOKENS = 48
-REST_S = 0.05  # between two groups of one client
+REST_S = 0.1  # between two groups of one client
 TIMEOUT_S = 30.0
 
 

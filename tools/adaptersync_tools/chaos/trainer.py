@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--run", required=True)
     options = parser.parse_args(arguments)
     config = load_config()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         with tempfile.TemporaryDirectory() as scratch, AdapterPublisher(config, run=options.run) as publisher:
             while True:

@@ -1,0 +1,50 @@
+"""The short version of `tools/chaos`, from a fixed seed; the long one is a command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from adaptersync_tools.chaos.report import Report
+
+MINUTES = "0.75"
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(400)
+def test_every_promise_holds_while_everything_breaks(tmp_path: Path) -> None:
+    where = tmp_path / "report.json"
+    command = [sys.executable, "-m", "adaptersync_tools.chaos", "--minutes", MINUTES, "--seed", "7", "--replicas", "2"]
+    run = subprocess.run(
+        [*command, "--report", str(where), "--keep", str(tmp_path / "kept")],
+        capture_output=True,
+        text=True,
+        timeout=380,
+        env={**os.environ, "CHAOS_IN": str(tmp_path)},
+    )
+    assert run.returncode == 0, run.stderr
+    report = msgspec.json.decode(where.read_bytes(), type=Report)
+    assert report.sound
+    assert len(report.faults) >= 5  # it did break something
+    assert report.answers["200"] > 50  # and somebody was served meanwhile
+    assert report.versions["promoted"] > 4
+    assert report.probes > 10
+    assert report.converged_s is not None
+    assert not _left(tmp_path)
+
+
+def _left(directory: Path) -> list[str]:
+    """Processes that were started below `directory` and still run."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(directory).encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found

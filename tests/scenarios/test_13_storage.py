@@ -257,18 +257,17 @@ async def test_s16_a_failed_save_is_an_error_and_no_version(
     def fails(*_: object, **__: object) -> None:
         raise full
 
+    source = fleet.adapter()
     with monkeypatch.context() as patch:
         match call:
             case "write":
                 patch.setattr(store_module, "copy_verified", fails)
             case "fsync":
                 patch.setattr(os, "fsync", fails)
-            case "rename":
-                patch.setattr(Path, "rename", fails)
-            case "mkdir":
-                patch.setattr(store_module, "_make_directory", fails)
+            case _:
+                patch.setattr(Path, call, fails)
         with pytest.raises(StoreError, match="No space left"):
-            await fleet.publish(trainer)
+            await fleet.publish(trainer, source)
     assert [path.name for path in (fleet.directory / "store" / "run").iterdir()] == [old]
     assert await fleet.events() == told
     name = await fleet.promoted(trainer)  # and the next one goes through

@@ -16,6 +16,7 @@ from support.whole_fleet import WholeFleet, whole_fleet
 # 24: over the slots, the engine evicts a live version
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(("slots", "staleness", "fits"), [(2, 1, False), (3, 1, True), (3, 2, False), (4, 2, True)])
 async def test_s24_slots_are_checked_when_a_replica_joins(
     config: Config, tmp_path: Path, slots: int, staleness: int, fits: bool
@@ -69,6 +70,68 @@ async def test_s24_many_runs_share_the_slots_and_no_valid_version_is_evicted(con
         for model in models:
             answer = await fleet.complete(model)
             assert answer.status in (200, 503)
+=======
+async def test_s24_slots_are_checked_when_a_replica_joins(config: Config, tmp_path: Path) -> None:
+    """One that holds less than the others, and less than the window with what comes next, stays outside."""
+    async with whole_fleet(config, tmp_path, replicas=3, start=False, max_loras=3, max_cpu_loras=3) as fleet:
+        fleet[2].engine_config = replace(fleet.engine, max_loras=2, max_cpu_loras=2)
+        fleet.start_coordinator()
+        trainer = await fleet.trainer()
+        for number in range(2):
+            await fleet[number].start()
+        await fleet.ready(2)
+        names = {await fleet.promoted(trainer) for _ in range(2)}
+        await fleet[2].start()
+        await fleet.state("replica-2", "joining", "capacity: holds 2 adapters, 3 are needed")
+        assert (await fleet.settled()).ready() == ["replica-0", "replica-1"]
+        assert fleet[0].listed() == fleet[1].listed() == names
+
+
+@pytest.mark.parametrize(("slots", "staleness"), [(2, 1), (2, 3), (3, 3)])
+async def test_s24_a_fleet_smaller_than_the_window_shortens_it_and_evicts_nothing(
+    config: Config, tmp_path: Path, slots: int, staleness: int
+) -> None:
+    async with whole_fleet(config, tmp_path, max_loras=slots, max_cpu_loras=slots) as fleet:
+        trainer = await fleet.trainer(max_staleness=staleness)
+        for _ in range(2 * slots):
+            name = await fleet.promoted(trainer)
+            table = await fleet.settled()
+            assert name in table.versions
+            assert len(table.versions) <= slots
+            assert not await _unanswered(fleet, *table.versions)
+
+
+async def test_s24_many_runs_share_the_slots_and_no_valid_version_is_evicted(config: Config, tmp_path: Path) -> None:
+    """Seven runs, and six places, one of which is for what is on its way: who has none is refused, and told why."""
+    async with whole_fleet(config, tmp_path, max_loras=6, max_cpu_loras=6) as fleet:
+        trainers = [await fleet.trainer(f"run-{number}") for number in range(7)]
+        refused = set()
+        for _ in range(3):
+            publications = [await fleet.publish(trainer) for trainer in trainers]
+            for publication in publications:
+                outcome = await fleet.outcome(publication)
+                if outcome.state == "rolled_back":
+                    assert outcome.reason.startswith("capacity: ")
+                    refused.add(publication.manifest.run)
+            table = await fleet.settled()
+            assert len(table.versions) <= 6
+            assert not await _unanswered(fleet, *table.versions)
+        assert len(refused) == 2
+        for trainer in trainers:
+            served = (await fleet.table()).runs[trainer.run].current
+            assert (served is None) == (trainer.run in refused)
+
+
+async def _unanswered(fleet: WholeFleet, *names: str) -> list[str]:
+    """Which versions some replica does not answer for, asked past the router."""
+    found = []
+    for replica in fleet.replicas.values():
+        for name in names:
+            body = {"model": name, "prompt": [1, 2], "max_tokens": 1}
+            if (await fleet.post("/v1/completions", body, url=replica.url)).status != 200:
+                found.append(f"{replica.name} {name}")
+    return found
+>>>>>>> chaos
 
 
 async def test_s24_a_version_in_use_is_not_pushed_out_by_newer_ones(config: Config, tmp_path: Path) -> None:

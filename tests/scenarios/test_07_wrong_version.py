@@ -246,11 +246,8 @@ async def told(fleet: WholeFleet, caplog: pytest.LogCaptureFixture) -> tuple[str
     name = await fleet.promoted(trainer)
     answer = await fleet.complete("run")
     await wait_until(lambda: _has_rows(fleet), timeout_s=20)
-<<<<<<< HEAD
-=======
     manifest = await fleet.registry.manifest(name)
     assert manifest is not None
->>>>>>> chaos
     said = {
         "events": str(await fleet.control.read_stream(fleet.keys.events, "0")),
         "ledger": str(await fleet.rows()),
@@ -261,11 +258,7 @@ async def told(fleet: WholeFleet, caplog: pytest.LogCaptureFixture) -> tuple[str
         "metrics": (await fleet.get("/metrics")).body.decode(),
         "log": caplog.text,
         "store": str(sorted(path.name for path in (fleet.directory / "store" / "run").iterdir())),
-<<<<<<< HEAD
-        "manifest": str(await fleet.registry.manifest(name)),
-=======
         "manifest": manifest.adapter_id,
->>>>>>> chaos
     }
     for replica in fleet.replicas.values():
         async with aiohttp.ClientSession() as session, session.get(replica.url + "/v1/models") as listed:

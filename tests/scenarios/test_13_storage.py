@@ -257,29 +257,17 @@ async def test_s16_a_failed_save_is_an_error_and_no_version(
     def fails(*_: object, **__: object) -> None:
         raise full
 
-<<<<<<< HEAD
-=======
     source = fleet.adapter()
->>>>>>> chaos
     with monkeypatch.context() as patch:
         match call:
             case "write":
                 patch.setattr(store_module, "copy_verified", fails)
             case "fsync":
                 patch.setattr(os, "fsync", fails)
-<<<<<<< HEAD
-            case "rename":
-                patch.setattr(Path, "rename", fails)
-            case "mkdir":
-                patch.setattr(store_module, "_make_directory", fails)
-        with pytest.raises(StoreError, match="No space left"):
-            await fleet.publish(trainer)
-=======
             case _:
                 patch.setattr(Path, call, fails)
         with pytest.raises(StoreError, match="No space left"):
             await fleet.publish(trainer, source)
->>>>>>> chaos
     assert [path.name for path in (fleet.directory / "store" / "run").iterdir()] == [old]
     assert await fleet.events() == told
     name = await fleet.promoted(trainer)  # and the next one goes through

@@ -143,10 +143,7 @@ async def test_s19_an_agent_killed_at_any_call_leaves_one_version_everywhere(
             publication = await fleet.publish(trainer)
             known.add(publication.adapter_id)
             await wait_until(partial(_dead_or_decided, executioner, publication), timeout_s=20)
-<<<<<<< HEAD
-=======
             await fleet[1].agent_ended(timeout_s=2.0)  # one that died in a task of its own has to be told
->>>>>>> chaos
             await fleet[1].stop_agent()
             fleet[1].start_agent()
             assert (await fleet.outcome(publication)).state == "current"

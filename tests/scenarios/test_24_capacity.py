@@ -16,61 +16,6 @@ from support.whole_fleet import WholeFleet, whole_fleet
 # 24: over the slots, the engine evicts a live version
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize(("slots", "staleness", "fits"), [(2, 1, False), (3, 1, True), (3, 2, False), (4, 2, True)])
-async def test_s24_slots_are_checked_when_a_replica_joins(
-    config: Config, tmp_path: Path, slots: int, staleness: int, fits: bool
-) -> None:
-    """The window, the current version, and one on its way in."""
-    settings = replace(config, trainer=replace(config.trainer, max_staleness=staleness))
-    async with whole_fleet(settings, tmp_path, start=False, max_loras=slots, max_cpu_loras=slots) as fleet:
-        fleet.start_coordinator()
-        await fleet.trainer()
-        await wait_until(lambda: _knows_run(fleet), timeout_s=20)
-        for replica in fleet.replicas.values():
-            await replica.start()
-        if fits:
-            await fleet.ready()
-        else:
-            for name in fleet.replicas:
-                await fleet.state(name, "joining", f"capacity: holds {slots} adapters, {staleness + 2} are needed")
-
-
-async def _knows_run(fleet: WholeFleet) -> bool:
-    return "run" in (await fleet.table()).runs
-
-
-async def test_s24_many_runs_share_the_slots_and_no_valid_version_is_evicted(config: Config, tmp_path: Path) -> None:
-    """Four runs want eight places, six are there: what has no place is refused, what is served stays."""
-    evicted: list[str] = []
-    async with whole_fleet(config, tmp_path, max_loras=6, max_cpu_loras=6) as fleet:
-        trainers = [await fleet.trainer(f"run-{number}") for number in range(4)]
-        models = [f"run-{number}" for number in range(4)]
-        refused = []
-        for _ in range(4):
-            publications = [await fleet.publish(trainer) for trainer in trainers]
-            for publication in publications:
-                outcome = await fleet.outcome(publication)
-                if outcome.state != "current":
-                    refused.append(outcome)
-            table = await fleet.settled()
-            assert len(table.versions) <= 6
-            for name in table.versions:
-                for replica in fleet.replicas.values():
-                    answer = await fleet.post(
-                        "/v1/completions", {"model": name, "prompt": [1, 2], "max_tokens": 1}, url=replica.url
-                    )
-                    if answer.status != 200:
-                        evicted.append(f"{replica.name} {name}")
-        assert not evicted
-        assert refused
-        for outcome in refused:
-            assert outcome.state in ("rolled_back", "superseded")
-            assert outcome.state == "superseded" or outcome.reason.startswith("capacity: ")
-        for model in models:
-            answer = await fleet.complete(model)
-            assert answer.status in (200, 503)
-=======
 async def test_s24_slots_are_checked_when_a_replica_joins(config: Config, tmp_path: Path) -> None:
     """One that holds less than the others, and less than the window with what comes next, stays outside."""
     async with whole_fleet(config, tmp_path, replicas=3, start=False, max_loras=3, max_cpu_loras=3) as fleet:
@@ -131,7 +76,6 @@ async def _unanswered(fleet: WholeFleet, *names: str) -> list[str]:
             if (await fleet.post("/v1/completions", body, url=replica.url)).status != 200:
                 found.append(f"{replica.name} {name}")
     return found
->>>>>>> chaos
 
 
 async def test_s24_a_version_in_use_is_not_pushed_out_by_newer_ones(config: Config, tmp_path: Path) -> None:

@@ -108,10 +108,7 @@ async def test_s30_a_version_that_is_gone_is_refused_at_once_with_its_reason(
                 replica.faults(fail_loads=1)
             gone = (publication := await fleet.publish(trainer)).adapter_id
             assert (await fleet.outcome(publication)).state == "rolled_back"
-<<<<<<< HEAD
-=======
     await wait_until(lambda: _router_is_up_to_date(fleet), timeout_s=20)
->>>>>>> chaos
     asked = gone if how == "id" else f"run@v{gone.split('-v')[1].split('-')[0]}"
     began = time.monotonic()
     answer = await fleet.complete(asked)
@@ -121,14 +118,11 @@ async def test_s30_a_version_that_is_gone_is_refused_at_once_with_its_reason(
     assert said[fate] in answer.message
 
 
-<<<<<<< HEAD
-=======
 async def _router_is_up_to_date(fleet: WholeFleet) -> bool:
     seen = (await fleet.get("/health")).json["table"]["generation"]
     return bool(seen == (await fleet.table()).generation)
 
 
->>>>>>> chaos
 async def _record(fleet: WholeFleet, name: str, state: str) -> bool:
     record = await fleet.registry.version(name)
     return record is not None and record.state == state

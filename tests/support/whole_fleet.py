@@ -126,14 +126,11 @@ class Replica:
             await asyncio.gather(self._agent, return_exceptions=True)
             self._agent = None
 
-<<<<<<< HEAD
-=======
     async def agent_ended(self, *, timeout_s: float) -> None:
         """Wait until it ended by itself, cleaning up included; or for as long as that."""
         if self._agent is not None:
             await asyncio.wait((self._agent,), timeout=timeout_s)
 
->>>>>>> chaos
     async def stop(self) -> None:
         await self.stop_agent()
         await self.stop_engine()

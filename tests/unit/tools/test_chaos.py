@@ -178,7 +178,6 @@ def test_the_summary_says_how_to_run_it_again_and_what_broke() -> None:
         probes=3,
         rows=5,
         unrecorded=0,
-        ledger_kept=False,
         crashes={},
         converged_s=None,
         converge_bound_s=60,

@@ -35,7 +35,6 @@ class Report(Struct, frozen=True, kw_only=True):
     probes: int
     rows: int
     unrecorded: int
-    ledger_kept: bool
     """Whether rows must survive the death of a router; if not, what is unrecorded is only counted."""
     crashes: dict[str, int]
     converged_s: float | None

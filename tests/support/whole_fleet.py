@@ -406,7 +406,9 @@ def fleet_config(control_url: str, cache_url: str, directory: Path, **changes: M
         coordinator=CoordinatorSection(
             min_ready=1, tick_s=0.05, lease_s=1.0, alive_s=3.0, deadline_s=20.0, eject_s=0.5
         ),
-        agent=AgentSection(heartbeat_s=0.1, probe_timeout_s=1.0, load_timeout_s=10.0, visible_timeout_s=5.0),
+        agent=AgentSection(
+            heartbeat_s=0.1, probe_timeout_s=1.0, load_timeout_s=10.0, visible_timeout_s=5.0, keep_s=0.1
+        ),
         router=RouterSection(port=0, hold_s=20.0, connect_timeout_s=1.0, request_timeout_s=20.0),
         trainer=TrainerSection(max_staleness=1),
         jobs=JobsSection(verify=False),

@@ -22,8 +22,10 @@ async def report(registry: Registry, view: TableView, proxy: Proxy, *, name: str
     """
     away = False
     while True:
-        generation = view.table.generation
-        said = RouterReport(generation=generation, url=url, inflight=dict(proxy.serving))
+        table = view.table
+        said = RouterReport(
+            generation=table.generation, incarnation=table.incarnation, url=url, inflight=dict(proxy.serving)
+        )
         try:
             await registry.report_router(name, said)
             away = False
@@ -31,5 +33,5 @@ async def report(registry: Registry, view: TableView, proxy: Proxy, *, name: str
             if not away:
                 log.warning("report not written: %s", error)
             away = True
-        if view.table.generation == generation or away:
+        if view.table is table or away:
             await view.change(REPORT_S)

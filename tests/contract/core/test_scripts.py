@@ -107,6 +107,29 @@ async def test_reserve_repeated_is_one_number(registry: Registry, lossy: Registr
     assert await registry.reserve("run", epoch=1, nonce="m") == 2
 
 
+async def test_a_redis_that_lost_a_number_does_not_give_it_again(registry: Registry) -> None:
+    await begin(registry)
+    assert await registry.reserve("run", epoch=1, nonce="x", latest=7) == 8
+
+
+async def test_a_redis_that_lost_a_run_goes_on_above_what_the_store_has(registry: Registry) -> None:
+    begun = await registry.begin_run("run", nonce="n", max_staleness=1, trainer="host", stored=(4, 9))
+    assert begun == (5, 9)
+    assert await registry.reserve("run", epoch=5, nonce="x") == 10
+
+
+async def test_an_end_is_said_once_and_by_the_present_trainer_and_taken_back_by_the_next(registry: Registry) -> None:
+    await begin(registry, "a")
+    await begin(registry, "b")
+    assert not await registry.end_run("run", epoch=1)
+    assert await registry.end_run("run", epoch=2)
+    assert not await registry.end_run("run", epoch=2)
+    assert (await registry.fleet()).runs["run"].ended_at > 0
+    await begin(registry, "c")
+    assert (await registry.fleet()).runs["run"].ended_at == 0
+    assert await kinds(registry) == {"run.began": 3, "run.ended": 1}
+
+
 async def test_an_older_trainer_gets_no_number(registry: Registry) -> None:
     await begin(registry, "a")
     await begin(registry, "b")
@@ -235,36 +258,71 @@ async def test_ack_repeated_is_one_event(registry: Registry, lossy: Registry) ->
 
 
 async def test_one_leads_and_keeps_its_token_while_it_renews(registry: Registry) -> None:
-    first = await registry.lead("c1", lease_s=30)
+    first = await registry.lead("c1", "c1", lease_s=30)
     assert (first.token, first.generation, first.leader) == (1, 0, "c1")
-    assert await registry.lead("c1", lease_s=30) == first
-    other = await registry.lead("c2", lease_s=30)
+    assert await registry.lead("c1", "c1", lease_s=30) == first
+    other = await registry.lead("c2", "c2", lease_s=30)
     assert (other.token, other.leader) == (0, "c1")
     assert await kinds(registry) == {"coordinator.elected": 1}
 
 
 async def test_another_takes_over_with_a_higher_token_when_the_lease_ran_out(registry: Registry) -> None:
-    first = await registry.lead("c1", lease_s=0)
-    second = await registry.lead("c2", lease_s=30)
-    assert (second.token, second.incarnation) == (first.token + 1, first.incarnation)
-    assert (await registry.lead("c1", lease_s=30)).token == 0
+    first = await registry.lead("c1", "c1", lease_s=0)
+    second = await registry.lead("c2", "c2", lease_s=30)
+    assert (second.token, second.incarnation) == (first.token + 1, "c2")
+    assert (await registry.lead("c1", "c1", lease_s=30)).token == 0
 
 
-async def test_who_is_late_and_was_not_replaced_leads_on(registry: Registry) -> None:
-    first = await registry.lead("c1", lease_s=0)
-    assert await registry.lead("c1", lease_s=30) == first
+async def test_a_term_whose_lease_ran_out_is_over_and_another_of_the_same_coordinator_may_follow(
+    registry: Registry,
+) -> None:
+    """Who was late may have been replaced, in a state of Redis that was lost since."""
+    first = await registry.lead("c1", "t1", lease_s=0)
+    assert (await registry.lead("c1", "t1", lease_s=30)).token == 0
+    second = await registry.lead("c1", "t2", lease_s=30, former="t1")
+    assert (second.token, second.incarnation) == (first.token + 1, "t2")
+
+
+async def test_two_coordinators_of_one_name_do_not_lead_together(registry: Registry) -> None:
+    await registry.lead("c1", "t1", lease_s=30)
+    assert (await registry.lead("c1", "t2", lease_s=30)).token == 0
+
+
+async def test_a_leader_passes_to_another_term_without_a_gap_and_is_fenced_from_the_former(registry: Registry) -> None:
+    former = await registry.lead("c1", "t1", lease_s=30)
+    now = await registry.lead("c1", "t2", lease_s=30, former="t1")
+    assert now.token == former.token + 1
+    with pytest.raises(Fenced):
+        await registry.decide(decision(), former, alive_s=ALIVE_S)
+
+
+async def test_who_resigns_is_followed_at_once_and_only_who_leads_can(registry: Registry) -> None:
+    first = await registry.lead("c1", "t1", lease_s=30)
+    await registry.resign(replace(first, token=9))
+    assert (await registry.lead("c2", "t2", lease_s=30)).token == 0
+    await registry.resign(first)
+    assert (await registry.lead("c2", "t2", lease_s=30)).token == 2
+
+
+async def test_nothing_is_written_with_a_lease_that_ran_out(registry: Registry) -> None:
+    lease = await registry.lead("c1", "t1", lease_s=0)
+    with pytest.raises(Fenced):
+        await registry.decide(decision(), lease, alive_s=ALIVE_S)
+    with pytest.raises(Fenced):
+        await registry.restore(lease, Table(incarnation="x", generation=5), {}, {})
+    await nothing_written(registry)
 
 
 async def test_lead_repeated_is_one_election(registry: Registry, lossy: Registry) -> None:
-    leadership, lost = await insist(lambda: lossy.lead("c1", lease_s=30))
+    leadership, lost = await insist(lambda: lossy.lead("c1", "c1", lease_s=30))
     assert (leadership.token, lost) == (1, 2)
     assert await kinds(registry) == {"coordinator.elected": 1}
 
 
 async def test_a_control_state_that_was_lost_is_another_incarnation(registry: Registry) -> None:
-    first = await registry.lead("c1", lease_s=30)
+    first = await registry.lead("c1", "c1", lease_s=30)
     await registry.client.command("FLUSHALL")
-    assert (await registry.lead("c1", lease_s=30)).incarnation != first.incarnation
+    assert (await registry.lead("c2", "c2", lease_s=30)).incarnation != first.incarnation
 
 
 # decide
@@ -293,7 +351,7 @@ def decision(generation: int = 1, **more: Any) -> Decision:
 
 
 async def leading(registry: Registry) -> Leadership:
-    return await registry.lead("c1", lease_s=30)
+    return await registry.lead("c1", "c1", lease_s=30)
 
 
 async def test_a_decision_is_written_whole(registry: Registry) -> None:
@@ -304,7 +362,7 @@ async def test_a_decision_is_written_whole(registry: Registry) -> None:
     assert await registry.table() == made.table
     assert await registry.version(NAME) == made.records[NAME]
     assert (await registry.fleet()).requests == {}
-    assert (await registry.lead("c1", lease_s=30)).generation == 1
+    assert (await registry.lead("c1", "c1", lease_s=30)).generation == 1
     assert from_fields((await events(registry))[-1]) == made.events[0]
 
 
@@ -328,14 +386,14 @@ async def test_decide_repeated_is_one_decision(registry: Registry, lossy: Regist
 
 async def nothing_written(registry: Registry, generation: int = 0) -> None:
     assert (await registry.table()).generation == generation
-    assert (await registry.lead("c9", lease_s=1)).token == 0 or generation == 0
+    assert (await registry.lead("c9", "c9", lease_s=1)).token == 0 or generation == 0
     assert "version.promoted" not in await kinds(registry)
     assert await registry.client.command("EXISTS", registry.keys.version(NAME)) == 0
 
 
 async def test_a_former_leader_writes_nothing(registry: Registry) -> None:
-    old = await registry.lead("c1", lease_s=0)
-    await registry.lead("c2", lease_s=30)
+    old = await registry.lead("c1", "c1", lease_s=0)
+    await registry.lead("c2", "c2", lease_s=30)
     with pytest.raises(Fenced, match="another coordinator leads"):
         await registry.decide(decision(), old, alive_s=ALIVE_S)
     await nothing_written(registry)
@@ -345,7 +403,7 @@ async def test_a_leader_of_a_control_state_that_was_lost_writes_nothing(registry
     """After a flush tokens begin at 1 again, so the token alone would let a former leader through."""
     old = await leading(registry)
     await registry.client.command("DEL", registry.keys.control)
-    again = await leading(registry)
+    again = await registry.lead("c2", "c2", lease_s=30)
     assert (again.token, again.incarnation != old.incarnation) == (old.token, True)
     with pytest.raises(Fenced, match="another coordinator leads"):
         await registry.decide(decision(), old, alive_s=ALIVE_S)

@@ -48,6 +48,7 @@ EXAMPLES: list[Event] = [
     events.VersionRetired(version=V6, generation=13),
     events.VersionVerified(version=V7, ok=False, reason="size"),
     events.ReplicaState(replica="r1", state="ready", generation=4, reason="holds all", engine_epoch="1700000000.25"),
+    events.RunEnded(run="run", epoch=2),
     events.CoordinatorElected(coordinator="c0", token=3, incarnation="00ff"),
     events.ControlRestored(incarnation="00ff", generation=8),
     events.RequestRefused(request="rollback-1", reason="there is no run x"),

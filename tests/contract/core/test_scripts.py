@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from adaptersync_core.errors import Conflict, ControlError, ControlUnavailable, Fenced, Forgotten, NameTaken
+from adaptersync_core.errors import Conflict, ControlError, Fenced, Forgotten, NameTaken
 from adaptersync_core.events import ReplicaState, VersionPromoted, from_fields
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import (
@@ -26,7 +25,7 @@ from adaptersync_core.records import (
 from adaptersync_core.registry import OPEN_REQUESTS, Registry
 from adaptersync_core.table import LiveVersion, Member, RunEntry, Table
 from support.artifacts import REPORT, manifest_of, small_adapter
-from support.proxy import Fault, FaultProxy
+from support.asking import events, insist, kinds
 
 ALIVE_S = 5.0
 
@@ -34,38 +33,6 @@ ALIVE_S = 5.0
 @pytest.fixture
 def manifest(tmp_path: Path) -> Manifest:
     return manifest_of(small_adapter(tmp_path / "a"))
-
-
-@pytest.fixture
-async def lossy(registry: Registry, through: Registry, proxy: FaultProxy) -> AsyncIterator[Registry]:
-    """Loses the first two replies to scripts; the server knows the scripts, so it executes them all the same."""
-    for script in through._scripts.values():
-        await registry.client.command("SCRIPT", "LOAD", script.source)
-    proxy.arm(Fault.LOSE_REPLY, match=b"EVALSHA", times=2)
-    yield through
-    assert proxy.faults_done == 2
-
-
-async def insist(call: Callable[[], Awaitable[Any]]) -> tuple[Any, int]:
-    """The answer, and how often there was none before."""
-    for lost in range(10):
-        try:
-            return await call(), lost
-        except ControlUnavailable:
-            continue
-    raise AssertionError("never answered")
-
-
-async def events(registry: Registry) -> list[dict[str, str]]:
-    return [fields for _, fields in await registry.client.read_stream(registry.keys.events, "0", count=1000)]
-
-
-async def kinds(registry: Registry) -> Counter[str]:
-    """How many events there are of each kind; each must be readable as one."""
-    found = await events(registry)
-    for fields in found:
-        from_fields(fields)
-    return Counter(fields["type"] for fields in found)
 
 
 async def begin(registry: Registry, nonce: str = "n1", max_staleness: int = 1) -> tuple[int, int]:
@@ -252,77 +219,6 @@ async def test_ack_repeated_is_one_event(registry: Registry, lossy: Registry) ->
     answer, lost = await insist(lambda: lossy.ack("r1", "run-v1-0123456789ab", ACCEPTED))
     assert (answer, lost) == (False, 2)
     assert await kinds(registry) == {"replica.acked": 1}
-
-
-# lead
-
-
-async def test_one_leads_and_keeps_its_token_while_it_renews(registry: Registry) -> None:
-    first = await registry.lead("c1", "c1", lease_s=30)
-    assert (first.token, first.generation, first.leader) == (1, 0, "c1")
-    assert await registry.lead("c1", "c1", lease_s=30) == first
-    other = await registry.lead("c2", "c2", lease_s=30)
-    assert (other.token, other.leader) == (0, "c1")
-    assert await kinds(registry) == {"coordinator.elected": 1}
-
-
-async def test_another_takes_over_with_a_higher_token_when_the_lease_ran_out(registry: Registry) -> None:
-    first = await registry.lead("c1", "c1", lease_s=0)
-    second = await registry.lead("c2", "c2", lease_s=30)
-    assert (second.token, second.incarnation) == (first.token + 1, "c2")
-    assert (await registry.lead("c1", "c1", lease_s=30)).token == 0
-
-
-async def test_a_term_whose_lease_ran_out_is_over_and_another_of_the_same_coordinator_may_follow(
-    registry: Registry,
-) -> None:
-    """Who was late may have been replaced, in a state of Redis that was lost since."""
-    first = await registry.lead("c1", "t1", lease_s=0)
-    assert (await registry.lead("c1", "t1", lease_s=30)).token == 0
-    second = await registry.lead("c1", "t2", lease_s=30, former="t1")
-    assert (second.token, second.incarnation) == (first.token + 1, "t2")
-
-
-async def test_two_coordinators_of_one_name_do_not_lead_together(registry: Registry) -> None:
-    await registry.lead("c1", "t1", lease_s=30)
-    assert (await registry.lead("c1", "t2", lease_s=30)).token == 0
-
-
-async def test_a_leader_passes_to_another_term_without_a_gap_and_is_fenced_from_the_former(registry: Registry) -> None:
-    former = await registry.lead("c1", "t1", lease_s=30)
-    now = await registry.lead("c1", "t2", lease_s=30, former="t1")
-    assert now.token == former.token + 1
-    with pytest.raises(Fenced):
-        await registry.decide(decision(), former, alive_s=ALIVE_S)
-
-
-async def test_who_resigns_is_followed_at_once_and_only_who_leads_can(registry: Registry) -> None:
-    first = await registry.lead("c1", "t1", lease_s=30)
-    await registry.resign(replace(first, token=9))
-    assert (await registry.lead("c2", "t2", lease_s=30)).token == 0
-    await registry.resign(first)
-    assert (await registry.lead("c2", "t2", lease_s=30)).token == 2
-
-
-async def test_nothing_is_written_with_a_lease_that_ran_out(registry: Registry) -> None:
-    lease = await registry.lead("c1", "t1", lease_s=0)
-    with pytest.raises(Fenced):
-        await registry.decide(decision(), lease, alive_s=ALIVE_S)
-    with pytest.raises(Fenced):
-        await registry.restore(lease, Table(incarnation="x", generation=5), {}, {})
-    await nothing_written(registry)
-
-
-async def test_lead_repeated_is_one_election(registry: Registry, lossy: Registry) -> None:
-    leadership, lost = await insist(lambda: lossy.lead("c1", "c1", lease_s=30))
-    assert (leadership.token, lost) == (1, 2)
-    assert await kinds(registry) == {"coordinator.elected": 1}
-
-
-async def test_a_control_state_that_was_lost_is_another_incarnation(registry: Registry) -> None:
-    first = await registry.lead("c1", "c1", lease_s=30)
-    await registry.client.command("FLUSHALL")
-    assert (await registry.lead("c2", "c2", lease_s=30)).incarnation != first.incarnation
 
 
 # decide

@@ -18,6 +18,7 @@ DATA = Path(__file__).parents[2] / "data" / "events"
 V7, V6 = "run-v7-0123456789ab", "run-v6-ba9876543210"
 EXAMPLES: list[Event] = [
     events.RunBegan(run="run", epoch=2, seq=6, max_staleness=1, trainer="host"),
+    events.RunEnded(run="run", epoch=2),
     events.AdapterPublished(
         version=V7,
         run="run",
@@ -48,7 +49,6 @@ EXAMPLES: list[Event] = [
     events.VersionRetired(version=V6, generation=13),
     events.VersionVerified(version=V7, ok=False, reason="size"),
     events.ReplicaState(replica="r1", state="ready", generation=4, reason="holds all", engine_epoch="1700000000.25"),
-    events.RunEnded(run="run", epoch=2),
     events.CoordinatorElected(coordinator="c0", token=3, incarnation="00ff"),
     events.ControlRestored(incarnation="00ff", generation=8),
     events.RequestRefused(request="rollback-1", reason="there is no run x"),

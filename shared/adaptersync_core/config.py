@@ -65,6 +65,8 @@ class CoordinatorSection(Section, frozen=True, kw_only=True):
     """How long a version may take from staging to the last ack."""
     drain_s: float = 600.0
     """How long a retired version waits for requests in flight."""
+    unload_s: float = 60.0
+    """How long a replica may take to unload a version that nobody uses any more before it is taken out of routing."""
     eject_s: float = 10.0
     """How long an ejected replica stays out before it may join again."""
     gate: bool = False

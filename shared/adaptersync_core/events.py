@@ -26,6 +26,13 @@ class RunBegan(Event, frozen=True, kw_only=True, tag="run.began"):
     trainer: str = ""
 
 
+class RunEnded(Event, frozen=True, kw_only=True, tag="run.ended"):
+    """A trainer closed its run: nothing more comes, until another begins it again."""
+
+    run: str
+    epoch: int
+
+
 class AdapterPublished(Event, frozen=True, kw_only=True, tag="adapter.published"):
     """A version's files are in the store and its manifest can be read. `published_at` is the trainer's wall clock."""
 
@@ -156,6 +163,7 @@ class RequestRefused(Event, frozen=True, kw_only=True, tag="request.refused"):
 
 AnyEvent = (
     RunBegan
+    | RunEnded
     | AdapterPublished
     | VersionStaging
     | ReplicaAcked

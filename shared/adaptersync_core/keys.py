@@ -37,7 +37,7 @@ LANE_TTL_S = 600  # bytes in the fast lane; long enough for the slowest replica,
 INFLIGHT_TTL_S = 60  # in-flight counts when no router is left
 
 SPECS = (
-    KeySpec(pattern="control", type="hash", server="control", writer="coordinator", bound="5 fields"),
+    KeySpec(pattern="control", type="hash", server="control", writer="coordinator", bound="6 fields"),
     KeySpec(
         pattern="table",
         type="string",
@@ -50,7 +50,7 @@ SPECS = (
     ),
     KeySpec(pattern="rollouts", type="stream", server="control", writer="router", bound="none yet: one a rollout"),
     KeySpec(pattern="runs", type="set", server="control", writer="trainer", bound="one a run"),
-    KeySpec(pattern="run:{run}", type="hash", server="control", writer="trainer", bound="7 fields"),
+    KeySpec(pattern="run:{run}", type="hash", server="control", writer="trainer", bound="10 fields"),
     KeySpec(pattern="published:{run}", type="zset", server="control", writer="trainer", bound="one a version"),
     KeySpec(
         pattern="manifest:{version}",

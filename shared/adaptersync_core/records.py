@@ -87,6 +87,7 @@ class RunRecord(Struct, frozen=True, kw_only=True):
     epoch: int
     seq: int
     max_staleness: int
+    ended_at: float = 0.0
 
 
 class Request(Struct, frozen=True, kw_only=True):
@@ -102,19 +103,6 @@ class Request(Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class Fleet(Struct, frozen=True, kw_only=True):
-    """All that a decision is made from, read at `now` (the control server's wall clock, seconds)."""
-
-    now: float
-    table: Table
-    runs: dict[str, RunRecord]
-    published: dict[str, tuple[Manifest, ...]]
-    replicas: dict[str, SeenReplica]
-    acks: dict[str, dict[str, Ack]]
-    routers: dict[str, SeenRouter]
-    requests: dict[str, Request]
-
-
 class VersionRecord(Struct, frozen=True, kw_only=True):
     """The fate of a version as the coordinator last wrote it."""
 
@@ -124,8 +112,25 @@ class VersionRecord(Struct, frozen=True, kw_only=True):
     at: float = 0.0
 
 
+class Fleet(Struct, frozen=True, kw_only=True):
+    """All that a decision is made from, read at `now` (the control server's wall clock, seconds).
+
+    `fates` are those that the journal keeps: Redis may have lost that it was told of them.
+    """
+
+    now: float
+    table: Table
+    runs: dict[str, RunRecord]
+    published: dict[str, tuple[Manifest, ...]]
+    replicas: dict[str, SeenReplica]
+    acks: dict[str, dict[str, Ack]]
+    routers: dict[str, SeenRouter]
+    requests: dict[str, Request]
+    fates: dict[str, VersionRecord] = {}
+
+
 class Need(Struct, frozen=True, kw_only=True, array_like=True):
-    """A replica that must be alive in this life of its engine and have accepted the version in it."""
+    """A replica that must be alive in this life of its engine and have accepted the version in it, if one is named."""
 
     replica: str
     version: str

@@ -39,7 +39,12 @@ from adaptersync_core.redis import RedisClient
 from adaptersync_core.scripts import Script
 from adaptersync_core.table import Table
 
+SCRIPTS = (
+    *("begin_run", "end_run", "reserve", "publish", "report", "ack", "request", "verified"),
+    *("lead", "resign", "decide", "restore", "announce_again"),
+)
 OPEN_REQUESTS = 64
+NUMBERS_GAP = 100  # given out before a loss and not written down anywhere: more than any trainer can have in hand
 PUBLICATIONS_AT_ONCE = 64  # newer publications than the coordinator has considered, read in one go
 
 
@@ -49,25 +54,36 @@ class Registry:
     def __init__(self, client: RedisClient, keys: Keys) -> None:
         self.client = client
         self.keys = keys
-        names = ("begin_run", "reserve", "publish", "report", "ack", "lead", "decide", "restore", "request", "verified")
-        self._scripts = {name: Script(name) for name in names}
+        self._scripts = {name: Script(name) for name in SCRIPTS}
 
     # trainer
 
-    async def begin_run(self, run: str, *, nonce: str, max_staleness: int, trainer: str) -> tuple[int, int]:
-        """A new epoch for this incarnation of the trainer; returns (epoch, latest sequence number)."""
+    async def begin_run(
+        self, run: str, *, nonce: str, max_staleness: int, trainer: str, stored: tuple[int, int] = (0, 0)
+    ) -> tuple[int, int]:
+        """A new epoch for this incarnation of the trainer; returns (epoch, latest sequence number).
+
+        `stored` are the highest epoch and sequence number in the store: a Redis that lost them gives none again.
+        """
         keys = (self.keys.run(run), self.keys.runs, self.keys.events)
-        epoch, seq = await self._run("begin_run", keys, run, nonce, max_staleness, trainer)
+        epoch, seq = await self._run("begin_run", keys, run, nonce, max_staleness, trainer, *stored)
         return int(epoch), int(seq)
 
-    async def reserve(self, run: str, *, epoch: int, nonce: str) -> int:
-        """The next sequence number; Fenced when a newer trainer has begun."""
-        reply = await self._run("reserve", (self.keys.run(run),), epoch, nonce)
+    async def end_run(self, run: str, *, epoch: int) -> bool:
+        """Say that nothing more will be published; False when it was said before, or a newer trainer has begun."""
+        return bool(await self._run("end_run", (self.keys.run(run), self.keys.events), run, epoch))
+
+    async def reserve(self, run: str, *, epoch: int, nonce: str, trainer: str = "", latest: int = 0) -> int:
+        """The next sequence number, above the `latest` this trainer had; Fenced when a newer trainer has begun.
+
+        `trainer` is the nonce it began with.
+        """
+        reply = await self._run("reserve", (self.keys.run(run),), epoch, nonce, latest, trainer)
         if reply[0] == "fenced":
             raise self._fenced(run, epoch, reply[1])
         return int(reply[1])
 
-    async def publish(self, manifest: Manifest, *, published_at: float) -> None:
+    async def publish(self, manifest: Manifest, *, published_at: float, trainer: str = "") -> None:
         """Announce a stored version. A repeat is a no-op; NameTaken when the name stands for something else."""
         name = manifest.adapter_id
         keys = (
@@ -90,7 +106,7 @@ class Registry:
         )
         text = msgspec.json.encode(manifest)
         reply = await self._run(
-            "publish", keys, manifest.epoch, manifest.seq, name, text, VERSION_TTL_S, *to_fields(event)
+            "publish", keys, manifest.epoch, manifest.seq, name, text, VERSION_TTL_S, trainer, *to_fields(event)
         )
         if reply[0] == "fenced":
             raise self._fenced(manifest.run, manifest.epoch, reply[1])
@@ -139,13 +155,17 @@ class Registry:
 
     # coordinator
 
-    async def lead(self, coordinator: str, *, lease_s: float) -> Leadership:
-        """Take or renew the lease."""
+    async def lead(self, coordinator: str, term: str, *, lease_s: float, former: str = "") -> Leadership:
+        """Take the lease for a new term, renew it, or pass from the `former` term to another without a gap."""
         keys = (self.keys.control, self.keys.events)
-        reply = await self._run("lead", keys, coordinator, int(lease_s * 1000), secrets.token_hex(8))
+        reply = await self._run("lead", keys, coordinator, int(lease_s * 1000), term, former)
         if reply[0] == 0:
             return Leadership(token=0, generation=0, incarnation="", leader=reply[1])
         return Leadership(token=reply[0], generation=reply[1], incarnation=reply[2], leader=coordinator)
+
+    async def resign(self, lease: Leadership) -> None:
+        """Let another lead at once."""
+        await self._run("resign", (self.keys.control,), lease.fence)
 
     async def fleet(self) -> Fleet:
         """Everything a decision needs. Not one snapshot: `decide` checks again what it must."""
@@ -271,20 +291,20 @@ class Registry:
         }
         text = msgspec.json.encode(state)
         encoded = msgspec.json.encode(table)
-        reply = await self._run("restore", keys, lease.fence, table.incarnation, table.generation, encoded, text)
+        head = (lease.fence, table.incarnation, table.generation, encoded, text, NUMBERS_GAP)
+        reply = await self._run("restore", keys, *head)
         if reply[0] == "fenced":
             raise Fenced("another coordinator leads", token=lease.token)
 
     async def announce_again(self, manifests: Sequence[Manifest]) -> None:
-        """Make stored versions known that Redis forgot; what it knows stays as it is."""
-        for manifest in manifests:
+        """Make stored versions known that Redis forgot; what it knows stays as it is.
+
+        Of two with one number, which a trainer stored and could not announce any more, the newer trainer's counts.
+        """
+        for manifest in sorted(manifests, key=lambda one: -one.epoch):
             name = manifest.adapter_id
-            await self.client.pipeline(
-                [
-                    ("SET", self.keys.manifest(name), msgspec.json.encode(manifest), "EX", VERSION_TTL_S, "NX"),
-                    ("ZADD", self.keys.published(manifest.run), "NX", manifest.seq, name),
-                ]
-            )
+            keys = (self.keys.manifest(name), self.keys.published(manifest.run))
+            await self._run("announce_again", keys, manifest.seq, name, msgspec.json.encode(manifest), VERSION_TTL_S)
 
     # everyone
 

@@ -110,11 +110,23 @@ class ArtifactStore:
         """Adapter ids of all versions in the store, by run and sequence number."""
         with contextlib.suppress(FileNotFoundError):
             for run in sorted(path for path in self.root.iterdir() if path.is_dir() and not path.name.startswith(".")):
-                names = []
-                for path in run.iterdir():
-                    with contextlib.suppress(NameInvalid):
-                        names.append(parse_adapter_id(path.name))
-                yield from (str(name) for name in sorted(names, key=lambda name: name.seq) if name.run == run.name)
+                yield from _versions_in(run)
+
+    def highest(self, run: str) -> tuple[int, int]:
+        """The highest epoch and sequence number of a run's versions, by its newest; zeros when it has none."""
+        names = _versions_in(self.root / run)
+        if not names:
+            return 0, 0
+        return self.read_manifest(names[-1]).epoch, parse_adapter_id(names[-1]).seq
+
+
+def _versions_in(run: Path) -> list[str]:
+    names = []
+    with contextlib.suppress(FileNotFoundError):
+        for path in run.iterdir():
+            with contextlib.suppress(NameInvalid):
+                names.append(parse_adapter_id(path.name))
+    return [str(name) for name in sorted(names, key=lambda name: name.seq) if name.run == run.name]
 
 
 def verify_files(manifest: Manifest, directory: Path) -> None:

@@ -22,7 +22,8 @@ class LiveVersion(Struct, frozen=True, kw_only=True):
 
     `drained` is set on a retiring version once no router sends to it: agents then unload it. `changed_in` is the
     generation in which `state` was entered. `fate` is what its record says once it is gone. `admitted` is set on a
-    ready version that an operator let through the gate.
+    ready version that an operator let through the gate. `exposed` marks one that some router may have been told to
+    serve although this table never said so: a promotion of it may have been lost.
     """
 
     run: str
@@ -35,6 +36,7 @@ class LiveVersion(Struct, frozen=True, kw_only=True):
     changed_in: int
     drained: bool = False
     admitted: bool = False
+    exposed: bool = False
     fate: Fate = "retired"
 
 
@@ -50,20 +52,28 @@ class Member(Struct, frozen=True, kw_only=True):
 
 
 class RunEntry(Struct, frozen=True, kw_only=True):
-    """One run. `considered` is the highest sequence number that has been taken up or passed over."""
+    """One run. `considered` is the highest sequence number that has been taken up or passed over.
+
+    `ended_at` is when its trainer said that nothing more comes; 0 while it may.
+    """
 
     epoch: int
     max_staleness: int
     considered: int = 0
     current: str | None = None
+    ended_at: float = 0.0
 
 
 class Table(Struct, frozen=True, kw_only=True):
-    """`versions` by adapter id, `members` by replica, `runs` by name."""
+    """`versions` by adapter id, `members` by replica, `runs` by name.
+
+    `incarnation` is the term of the coordinator that wrote it, `restored_at` when the control state was last rebuilt.
+    """
 
     incarnation: str = ""
     generation: int = 0
     written_at: float = 0.0
+    restored_at: float = 0.0
     min_ready: int = 1
     runs: dict[str, RunEntry] = {}
     versions: dict[str, LiveVersion] = {}

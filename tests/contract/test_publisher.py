@@ -374,6 +374,27 @@ async def test_a_callback_that_fails_does_not_end_the_watch(
     assert "a callback for promotions failed" in caplog.text
 
 
+async def test_closing_ends_the_run_and_the_next_trainer_begins_it_again(group: Group) -> None:
+    async with publishing(group.config):
+        assert (await group.registry.fleet()).runs["run"].ended_at == 0
+    assert (await group.registry.fleet()).runs["run"].ended_at > 0
+    async with publishing(group.config):
+        assert (await group.registry.fleet()).runs["run"].ended_at == 0
+
+
+async def test_an_announcement_that_redis_lost_is_made_again(group: Group, publisher: AdapterPublisher) -> None:
+    for replica in group.replicas:
+        replica.answers.clear()
+    first = await publish(publisher, group.adapter())
+    await wait_until(lambda: _candidate(group, first.adapter_id))
+    second = await publish(publisher, group.adapter())
+    keys = group.registry.keys
+    await group.registry.client.command("DEL", keys.manifest(second.adapter_id), keys.published("run"))
+    for replica in group.replicas:
+        replica.answers.set()
+    assert await outcome(second) == CURRENT
+
+
 async def test_closed_is_closed(group: Group) -> None:
     async with publishing(group.config) as publisher:
         await asyncio.to_thread(publisher.close)

@@ -52,7 +52,7 @@ class Bench:
 
     async def want(self, *names: str, drained: tuple[str, ...] = ()) -> None:
         """Write the table: the first name is current, the others are on their way in; `drained` ones may go."""
-        lease = await self.registry.lead("c", lease_s=30)
+        lease = await self.registry.lead("c", "c", lease_s=30)
         before = await self.registry.table()
         states: dict[str, LiveState] = dict.fromkeys(names[1:], "staging")
         states |= dict.fromkeys(names[:1], "current")

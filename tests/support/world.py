@@ -268,9 +268,9 @@ def _commit(world: World) -> World:
         if replica is None or replica.said is None or world.now - replica.at > world.config.coordinator.alive_s:
             return world
         ack = replica.acks.get(need.version)
-        if replica.said.engine_epoch != need.engine_epoch or ack is None or not ack.accepted:
+        if replica.said.engine_epoch != need.engine_epoch:
             return world
-        if ack.engine_epoch != need.engine_epoch:
+        if need.version and (ack is None or not ack.accepted or ack.engine_epoch != need.engine_epoch):
             return world
     if found := list(violations(world, decision)):
         raise AssertionError("\n".join(found))
@@ -318,7 +318,10 @@ def violations(world: World, decision: Decision) -> Iterator[str]:
             yield from _still_served(world, name)
     for name in before.versions.keys() - after.versions.keys():
         # one that was silent reconciles when it is back
-        holders = [one for one in world.heard if name in world.replicas[one].loaded]
+        late = world.now - before.versions[name].since > world.config.coordinator.unload_s
+        holders = [
+            one for one in world.heard if name in world.replicas[one].loaded and (not late or one in after.ready())
+        ]
         if holders:
             yield f"{name} leaves the table while {holders} hold it"
         if before.versions[name].state != "retiring":

@@ -16,7 +16,7 @@ from blockbuster import BlockBuster, BlockingError
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from adaptersync_core.keys import Keys
+from adaptersync_core.keys import ROUTER_TTL_S, Keys
 from adaptersync_tools.servers import Role
 from support import surface
 from support.proxy import Fault, FaultProxy
@@ -146,7 +146,7 @@ def test_unlisted_key_is_named(redis_servers: RedisServers, redis_url: str) -> N
         client.set(keys.manifest("a-v1"), "{}", ex=60)
         client.set("stray", 1)
     assert [key.split(": ", 1)[1] for key in sorted(redis_servers.unlisted_keys())] == [
-        f"{keys.router('r1')}: never expires, listed with 10 s",
+        f"{keys.router('r1')}: never expires, listed with {ROUTER_TTL_S:g} s",
         "stray: is no key of adaptersync_core.keys",
     ]
     assert redis_servers.url("valkey9", Role.CONTROL)  # empty again

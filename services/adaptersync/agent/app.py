@@ -30,6 +30,7 @@ from adaptersync_core.telemetry import configure_logging
 from adaptersync_core.vllm import VllmClient
 
 REST_S = 10.0  # before a refused version that is still wanted is tried again
+LEAVE_S = 3.0  # how long a stop may take to say so
 RETRY_S = 1.0  # before a version is tried again that the engine, or Redis, was not there for
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ async def _stand_beside(config: Config) -> None:
                 tasks.create_task(agent.observe())
                 await agent.reconcile()
         finally:
+            await agent.leave()
             await agent.close()
             await client.close()
             await cache.close()
@@ -75,6 +77,7 @@ class Agent:
         self._refused: dict[str, float] = {}
         self._loaded: list[str] = []
         self._left: dict[str, float] = {}  # when a staged version was first seen to have left the table
+        self._generation = 0
         self.bell = Bell()
 
     async def observe(self) -> None:
@@ -87,7 +90,15 @@ class Agent:
                 log.warning("not reported: %s", error)
             await asyncio.sleep(max(0.0, self._settings.heartbeat_s - (time.monotonic() - began)))
 
-    async def _report(self) -> None:
+    async def leave(self) -> None:
+        """Say that this replica drains: it gets no more requests, and nobody waits for its word."""
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await self._report(draining=True)
+        except (AdapterSyncError, TimeoutError) as error:
+            log.warning("left without saying so: %s", error)
+
+    async def _report(self, *, draining: bool = False) -> None:
         before = self._engine.epoch
         self._loaded = await self._engine.observe(timeout_s=self._settings.probe_timeout_s)
         facts = self._engine.facts
@@ -102,6 +113,7 @@ class Agent:
             max_lora_rank=facts.max_lora_rank,
             block_size=facts.block_size,
             loaded=tuple(self._loaded),
+            draining=draining,
             engine=f"vllm {facts.version}",
             host=socket.gethostname(),
         )
@@ -122,8 +134,9 @@ class Agent:
                 log.warning("will try again: %s", error)
 
     async def _step(self, table: Table) -> None:
-        if not table.generation:
-            return  # no table, no orders: unloading everything would be the wrong reading of a lost Redis
+        if not table.generation or table.generation < self._generation:
+            return  # no table, or an older one, no orders: unloading would be the wrong reading of a lost Redis
+        self._generation = table.generation
         busy = set(self._busy)  # before the acks are read: what ends meanwhile is left for the next look
         self._loaded = await self._engine.loaded()
         now = time.monotonic()

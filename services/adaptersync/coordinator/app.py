@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from adaptersync.coordinator.journal import Journal, Recollection, recollected_table
+from adaptersync.coordinator.journal import Entry, Journal, Recollection, intent, outcome, remember
 from adaptersync.coordinator.protocol import decide
-from adaptersync.coordinator.recovery import highest_numbers, lost, stored_manifests
+from adaptersync.coordinator.recovery import (
+    exposed,
+    highest_numbers,
+    lost,
+    refused,
+    renewed,
+    restored,
+    stored_manifests,
+)
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
-from adaptersync_core.errors import AdapterSyncError, Conflict, Fenced
+from adaptersync_core.errors import AdapterSyncError, Conflict, ControlError, Fenced
 from adaptersync_core.events import VersionPromoted
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.queue import enqueue_verification
-from adaptersync_core.records import Decision, Leadership
+from adaptersync_core.records import Decision, Fleet, Leadership
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.store import ArtifactStore
@@ -53,11 +62,12 @@ async def _coordinate(config: Config) -> None:
                     log.warning("will try again: %s", error)
                 await bell.wait(config.coordinator.tick_s)
     finally:
+        await coordinator.resign()
         await client.close()
 
 
 class Coordinator:
-    """One candidate for leadership."""
+    """One candidate for leadership. What it knows is good for one term, which ends when it is unsure what it wrote."""
 
     def __init__(self, config: Config, registry: Registry) -> None:
         self._config = config
@@ -65,58 +75,105 @@ class Coordinator:
         self._journal = Journal(Path(config.store.path), config.group.name)
         self._store = ArtifactStore(Path(config.store.path))
         self._known: Recollection | None = None
-        self._led = False
+        self._lease: Leadership | None = None
+        self._term = secrets.token_hex(8)
 
     async def work(self) -> None:
         """One wake: lead if possible, then decide until nothing is left to decide."""
-        settings = self._config.coordinator
         for _ in range(ROUNDS):
-            lease = await self._registry.lead(settings.name, lease_s=settings.lease_s)
-            if self._led != bool(lease.token):
-                self._led = bool(lease.token)
-                log.info("leads with token %d" if self._led else "%s leads", lease.token or lease.leader)
-            if not lease.token:
-                self._known = None  # who leads now writes on
-                return
-            if not await self._decide_once(lease):
+            lease = await self._lead()
+            if lease is None or not await self._decide_once(lease):
                 return
         log.error("still deciding after %d rounds", ROUNDS)
 
+    async def resign(self) -> None:
+        """Stop leading, so that another need not wait for the lease to run out."""
+        if self._lease is not None:
+            with contextlib.suppress(ControlError):
+                await self._registry.resign(self._lease)
+
+    async def _lead(self) -> Leadership | None:
+        settings, before = self._config.coordinator, self._lease
+        former = before.incarnation if before else ""
+        lease = await self._registry.lead(settings.name, self._term, lease_s=settings.lease_s, former=former)
+        if bool(lease.token) != (before is not None):
+            log.info("leads with token %d" if lease.token else "%s leads", lease.token or lease.leader)
+        if not lease.token:
+            self._lease = None
+            self._another_term()  # who leads now writes on
+            return None
+        self._lease = lease
+        return lease
+
+    def _another_term(self) -> None:
+        self._known = None
+        self._term = secrets.token_hex(8)
+
     async def _decide_once(self, lease: Leadership) -> bool:
-        if self._known is None:
-            self._known = await asyncio.to_thread(self._journal.recall)
-        if lost(lease, self._known.table):
-            await self._restore(lease, self._known)
-            return True
         fleet = await self._registry.fleet()
-        if fleet.table.generation != lease.generation:
-            return True  # a decision came in between
-        decision = decide(fleet, self._config)
+        known = self._known if self._known is not None else await asyncio.to_thread(self._journal.recall)
+        if fleet.table.generation != lease.generation:  # only somebody who led meanwhile, or a loss, explains that
+            again = await self._lead()
+            if again is None or again.fence != lease.fence:
+                return False
+            lease = again
+        if lost(lease, fleet.table, known.table):
+            await self._restore(lease, fleet, known)
+            return True
+        if self._known is None:
+            known = remember(known, Entry(generation=fleet.table.generation, table=fleet.table, runs=fleet.runs))
+            await asyncio.to_thread(self._journal.begin, lease.incarnation, known)
+            self._known = known
+        first = fleet.table.incarnation != lease.incarnation
+        if first:
+            fleet = replace(fleet, table=exposed(fleet.table))
+        fleet = replace(fleet, fates=known.fates)
+        left = first and bool(refused(fleet.table, known.fates))
+        decision = None if left else decide(fleet, self._config)
+        if decision is None and first:
+            decision = renewed(fleet, known.fates)
         if decision is None:
             return False
         decision = replace(decision, table=replace(decision.table, incarnation=lease.incarnation))
-        await asyncio.to_thread(self._journal.before, decision)
+        return await self._carry_out(decision, fleet, lease)
+
+    async def _carry_out(self, decision: Decision, fleet: Fleet, lease: Leadership) -> bool:
+        await self._note(intent(decision))
         try:
             await self._registry.decide(decision, lease, alive_s=self._config.coordinator.alive_s)
         except Conflict as error:
             log.info("decides again: %s", error)
             return False  # what it rested on has changed: wait for it to be reported
-        self._known = replace(self._known, table=decision.table)
-        await asyncio.to_thread(self._journal.after, decision, fleet.runs)
+        except AdapterSyncError:
+            self._another_term()  # committed or not, nobody knows: it must not be mistaken for another decision
+            raise
+        await self._note(outcome(decision, fleet.runs))
         for event in decision.events:
             log.info("%s", event)
         await self._follow_up(decision)
         return True
 
-    async def _restore(self, lease: Leadership, known: Recollection) -> None:
+    async def _note(self, entry: Entry | None) -> None:
+        """Write to the journal; when that fails, nothing more is decided before all of it was written again."""
+        if entry is None or self._known is None:
+            return
+        known = remember(self._known, entry)
+        self._known = None
+        await asyncio.to_thread(self._journal.write, entry, known)
+        self._known = known
+
+    async def _restore(self, lease: Leadership, fleet: Fleet, known: Recollection) -> None:
         """Rebuild what Redis lost from the journal and the store; numbers that were given out are not given again."""
-        generation = known.table.generation + 1
-        log.warning("control state was lost, or is older than the journal: restoring it as generation %d", generation)
         manifests = await asyncio.to_thread(stored_manifests, self._store)
-        table = replace(recollected_table(known), incarnation=secrets.token_hex(8), generation=generation)
+        self._another_term()
+        table = restored(known, fleet.table, incarnation=self._term, now=fleet.now)
+        log.warning("control state was lost, or is older than the journal: restored as generation %d", table.generation)
+        runs = highest_numbers(known.runs, manifests)
+        after = replace(known, table=table, runs=runs)
+        await asyncio.to_thread(self._journal.begin, self._term, after)
         await self._registry.announce_again(manifests)
-        await self._registry.restore(lease, table, highest_numbers(known.runs, manifests), known.fates)
-        self._known = replace(known, table=table)
+        await self._registry.restore(lease, table, runs, known.fates)
+        self._known = after
 
     async def _follow_up(self, decision: Decision) -> None:
         if not self._config.jobs.verify:

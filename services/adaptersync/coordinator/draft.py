@@ -35,11 +35,17 @@ class Draft:
         """Nothing new goes to the version; it stays loaded until what is in flight has ended."""
         self._change(name, "retiring", fate=fate)
         self.record(name, "retiring" if fate == "retired" else fate, reason)
+        entry = self.runs[self.versions[name].run]
+        if entry.current == name:
+            self.runs[self.versions[name].run] = replace(entry, current=None)
         self.events.append(VersionRetiring(version=name, generation=self.generation, reason=reason))
 
     def give_up(self, name: str, reason: str, *, fate: Fate) -> None:
-        """A version that was never served: whoever loaded it unloads it, and then it is gone."""
-        self._change(name, "retiring", fate=fate, drained=True)
+        """A version that was never served: whoever loaded it unloads it, and then it is gone.
+
+        One that some router may serve all the same is left loaded until none does.
+        """
+        self._change(name, "retiring", fate=fate, drained=not self.versions[name].exposed)
         self.record(name, fate, reason)
 
     def forget(self, name: str) -> None:
@@ -65,7 +71,8 @@ class Draft:
         self._tell(name, "gone", reason, member.engine_epoch)
 
     def need_acks(self, replica: str, engine_epoch: str, versions: list[str]) -> None:
-        self.needs += [Need(replica=replica, version=version, engine_epoch=engine_epoch) for version in versions]
+        """The replica must be alive in that life of its engine when this is committed, and hold the versions."""
+        self.needs += [Need(replica=replica, version=one, engine_epoch=engine_epoch) for one in versions or [""]]
 
     def _change(self, name: str, state: LiveState, **changes: Any) -> None:
         self.versions[name] = replace(

@@ -89,6 +89,9 @@ def _missing(fleet: Fleet, config: Config, name: str, report: ReplicaReport) -> 
     slots, needed = slots_of(report), _slots_needed(fleet, config)
     if slots and slots < needed:
         return f"capacity: holds {slots} adapters, {needed} are needed; raise --max-loras and --max-cpu-loras"
+    left = [version for version in report.loaded if version not in fleet.table.wanted()]
+    if left:
+        return f"has yet to unload {left[0]}"
     for version in served(fleet.table):
         ack = answer(fleet, name, version, report.engine_epoch)
         if ack is None:
@@ -103,7 +106,8 @@ def _slots_needed(fleet: Fleet, config: Config) -> int:
 
     A run that asks for more than the whole fleet has gets a shorter window; it does not keep replicas out.
     """
-    widest = max((entry.max_staleness + 2 for entry in fleet.table.runs.values()), default=2)
+    going = [entry for entry in fleet.table.runs.values() if not entry.ended_at]
+    widest = max((entry.max_staleness + 2 for entry in going), default=2)
     best = max(slots_of(seen.report) for name, seen in fleet.replicas.items() if alive(fleet, config, name))
     return max(2, len(served(fleet.table)), min(widest, best))
 
@@ -116,7 +120,8 @@ def slots_of(report: ReplicaReport) -> int:
 def _silent(draft: Draft, config: Config, name: str, member: Member, age_s: float | None) -> None:
     said = "its record expired" if age_s is None else f"no heartbeat for {age_s:.1f} s"
     if member.state == "ready":
-        if can_spare(draft, config, 1):
+        # one that became ready a moment ago, or that Redis lost a moment ago, has time to speak
+        if draft.now - member.since > config.coordinator.alive_s and can_spare(draft, config, 1):
             draft.member(name, "ejected", f"silent: {said}", member)
     elif member.state != "ejected" or age_s is None:
         draft.gone(name, said)

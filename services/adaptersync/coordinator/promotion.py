@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from adaptersync.coordinator import retirement
 from adaptersync.coordinator.draft import Draft
 from adaptersync.coordinator.membership import alive, answer, can_spare, slots_of
 from adaptersync_core.config import Config
@@ -26,9 +27,9 @@ def runs(fleet: Fleet, config: Config) -> Draft | None:
     draft = Draft(fleet)
     for name, record in fleet.runs.items():
         entry = fleet.table.runs.get(name, RunEntry(epoch=0, max_staleness=0))
-        if (entry.epoch, entry.max_staleness) == (record.epoch, record.max_staleness):
-            continue
-        draft.runs[name] = replace(entry, epoch=record.epoch, max_staleness=record.max_staleness)
+        draft.runs[name] = replace(
+            entry, epoch=record.epoch, max_staleness=record.max_staleness, ended_at=record.ended_at
+        )
         candidate = fleet.table.candidate(name)
         if candidate is not None and fleet.table.versions[candidate].epoch != record.epoch:
             _supersede(draft, candidate, f"trainer epoch {record.epoch} began", live=True)
@@ -55,14 +56,24 @@ def take_up(fleet: Fleet, config: Config) -> Draft | None:
             if any(version.state not in ROUTABLE for version in table.versions.values()):
                 continue  # what is on its way, in or out, makes room
             held = len(table.versions)
-            return _make_room(fleet, run, newer[-1].adapter_id, slots) or _refuse(
-                fleet, run, newer, f"capacity: {held} of {slots} adapters that replicas can hold are current versions"
+            return (
+                _end_window(fleet, run)
+                or _make_room(fleet, run, newer[-1].adapter_id, slots)
+                or _refuse(
+                    fleet,
+                    run,
+                    newer,
+                    f"capacity: {held} of {slots} adapters that replicas can hold are current versions",
+                )
             )
         draft = Draft(fleet)
-        newest = newer[-1]
-        draft.runs[run] = replace(entry, considered=newest.seq)
+        newest = next((one for one in reversed(newer) if one.adapter_id not in fleet.fates), None)
+        draft.runs[run] = replace(entry, considered=newer[-1].seq)
         for manifest in newer:
-            if manifest.epoch != entry.epoch:
+            if newest is None or manifest.adapter_id in fleet.fates:  # Redis lost that it was decided before
+                fate = fleet.fates[manifest.adapter_id]
+                draft.record(manifest.adapter_id, fate.state, fate.reason)
+            elif manifest.epoch != entry.epoch:
                 reason = f"published by trainer epoch {manifest.epoch}, which {entry.epoch} replaced"
                 _supersede(draft, manifest.adapter_id, reason)
             elif manifest is not newest:
@@ -94,6 +105,16 @@ def _pass_over(fleet: Fleet, run: str, older: Sequence[Manifest], newest: Manife
     draft.runs[run] = replace(fleet.table.runs[run], considered=older[-1].seq)
     for manifest in older:
         _supersede(draft, manifest.adapter_id, f"{newest.adapter_id} came before it was staged")
+    return draft
+
+
+def _end_window(fleet: Fleet, run: str) -> Draft | None:
+    """Take a version of a run that has ended; nobody waits for it."""
+    spare = retirement.spare(fleet.table)
+    if spare is None:
+        return None
+    draft = Draft(fleet)
+    draft.retire(spare, f"capacity: its run has ended, and {run} needs the room")
     return draft
 
 

@@ -12,20 +12,27 @@ from types import MappingProxyType
 from msgspec.structs import replace
 
 from adaptersync.coordinator.draft import Draft
-from adaptersync.coordinator.membership import accepted, alive
+from adaptersync.coordinator.membership import accepted, alive, can_spare
 from adaptersync_core.config import Config
 from adaptersync_core.events import RequestRefused, VersionRetired, VersionRolledBack, VersionVoided
+from adaptersync_core.keys import ROUTER_TTL_S
 from adaptersync_core.records import Fleet, Request
+from adaptersync_core.table import Table
 
 
 def drain(fleet: Fleet, config: Config) -> Draft | None:
-    """Let agents unload what no router sends to any more."""
+    """Let agents unload what no router sends to any more.
+
+    A router that serves the table of another incarnation has not heard of this one. After Redis was lost, one that is
+    cut off may serve its last table without being known here, until it is too old to be served.
+    """
     draft = Draft(fleet)
+    settled = fleet.now - fleet.table.restored_at > ROUTER_TTL_S
     for name, version in fleet.table.versions.items():
         if version.state != "retiring" or version.drained:
             continue
         # a router that is cut off serves its last table for a time; past it, it serves nothing, wherever it is
-        quiet = all(
+        quiet = settled and all(
             router.report.incarnation == fleet.table.incarnation
             and router.report.generation >= version.changed_in
             and not router.report.inflight.get(name)
@@ -40,19 +47,44 @@ def drain(fleet: Fleet, config: Config) -> Draft | None:
 def forget(fleet: Fleet, config: Config) -> Draft | None:
     """Drop what every live replica has unloaded. One that is silent holds nothing up: it reconciles when it is back.
 
-    A report may be older than a load; the ack of that load is not, and agents take it back once they have unloaded.
+    A replica that cannot unload in time is sent nothing until it has, and holds nothing up either. A report may be
+    older than a load; the ack of that load is not, and agents take it back once they have unloaded.
     """
     draft = Draft(fleet)
     live = {name: seen.report for name, seen in fleet.replicas.items() if alive(fleet, config, name)}
     for name, version in fleet.table.versions.items():
-        held = any(
-            name in report.loaded or accepted(fleet, replica, name, report.engine_epoch)
+        if not version.drained:
+            continue
+        holders = [
+            replica
             for replica, report in live.items()
-        )
-        if version.drained and not held:
+            if name in report.loaded or accepted(fleet, replica, name, report.engine_epoch)
+        ]
+        if fleet.now - version.since > config.coordinator.unload_s:
+            for replica in holders:
+                member = draft.members.get(replica)
+                if member is not None and member.state == "ready" and can_spare(draft, config, 1):
+                    draft.member(replica, "ejected", f"has not unloaded {name}", member)
+            holders = [replica for replica in holders if _counts(draft, replica)]
+        if not holders:
             draft.forget(name)
             draft.events.append(VersionRetired(version=name, generation=draft.generation))
     return draft if draft.events else None
+
+
+def _counts(draft: Draft, replica: str) -> bool:
+    member = draft.members.get(replica)
+    return member is not None and member.state == "ready"
+
+
+def spare(table: Table) -> str | None:
+    """The version that goes first when another run needs room: of the run that ended first, its current one last."""
+    for behind in (True, False):
+        for _, run in sorted((entry.ended_at, run) for run, entry in table.runs.items() if entry.ended_at):
+            window = [name for name in table.window(run) if (name != table.runs[run].current) is behind]
+            if window:
+                return window[-1]
+    return None
 
 
 def requests(fleet: Fleet, config: Config) -> Draft | None:

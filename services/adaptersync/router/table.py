@@ -79,7 +79,7 @@ class TableView:
             await bell.wait(REREAD_S)
 
     async def read(self) -> None:
-        """One read. An absent table is a control server that lost it: the last one known stays."""
+        """One read. A table that is absent or older is a control server that lost it: the last one known stays."""
         try:
             table = await self._registry.table()
         except ControlError as error:
@@ -88,11 +88,10 @@ class TableView:
             self.reachable = False
             return
         self.reachable = True
-        same = table.incarnation == self.table.incarnation
-        if table.generation == 0 or (same and table.generation < self.table.generation):
+        if table.generation < max(self.table.generation, 1):  # what was decided since holds; it will be restored
             return
         self._read_at = time.monotonic()
-        if same and table.generation == self.table.generation:
+        if (table.incarnation, table.generation) == (self.table.incarnation, self.table.generation):
             return
         self._adopt(table)
 

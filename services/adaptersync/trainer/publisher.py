@@ -108,6 +108,8 @@ class AdapterPublisher:
         self.max_staleness = config.trainer.max_staleness if max_staleness is None else max_staleness
         self.epoch = 0
         self.latest_seq = 0
+        self._reserved = 0
+        self._incarnation = ""
         self.current_seq: int | None = None
         self._store = ArtifactStore(Path(config.store.path))
         self._client = RedisClient(config.redis.control_url, name=f"trainer-{self.run}")
@@ -186,7 +188,15 @@ class AdapterPublisher:
 
     def _store_and_announce(self, draft: Manifest, directory: Path) -> Publication:
         nonce = secrets.token_hex(8)
-        seq = self._call(self._insist(lambda: self._registry.reserve(self.run, epoch=self.epoch, nonce=nonce)))
+        reserve = self._registry.reserve
+        seq = self._call(
+            self._insist(
+                lambda: reserve(
+                    self.run, epoch=self.epoch, nonce=nonce, trainer=self._incarnation, latest=self._reserved
+                )
+            )
+        )
+        self._reserved = seq
         publication = Publication(replace(draft, seq=seq, epoch=self.epoch))
         self._store.publish(publication.manifest, directory)
         self._call(self._lane.put(publication.manifest, self._store.directory(publication.adapter_id)))
@@ -198,7 +208,7 @@ class AdapterPublisher:
         self._watchers.append(callback)
 
     def close(self) -> None:
-        """Stop watching, after a publication in progress. Versions that are under way go on without us."""
+        """Say that the run has ended, after a publication in progress. Versions that are under way go on without us."""
         with self._publishing:
             if self._thread.is_alive():
                 self._call(self._end())
@@ -227,15 +237,21 @@ class AdapterPublisher:
         log.warning("Redis lost its state: run %s goes on as trainer epoch %d", self.run, self.epoch)
 
     async def _begin(self) -> None:
-        nonce = secrets.token_hex(16)
+        nonce, host = secrets.token_hex(16), socket.gethostname()
+        self._incarnation = nonce
+        stored = await asyncio.to_thread(self._store.highest, self.run)
         begin = self._registry.begin_run
         self.epoch, self.latest_seq = await self._insist(
-            lambda: begin(self.run, nonce=nonce, max_staleness=self.max_staleness, trainer=socket.gethostname())
+            lambda: begin(self.run, nonce=nonce, max_staleness=self.max_staleness, trainer=host, stored=stored)
         )
 
     async def _announce(self, publication: Publication) -> None:
         await self._insist(
-            lambda: self._registry.publish(publication.manifest, published_at=publication.manifest.created_at)
+            lambda: self._registry.publish(
+                publication.manifest,
+                published_at=publication.manifest.created_at,
+                trainer=self._incarnation,
+            )
         )
         self._pending[publication.adapter_id] = publication
         self._bell.ring()  # its outcome may have come before we listened for it
@@ -255,7 +271,11 @@ class AdapterPublisher:
 
     async def _look(self) -> None:
         # Before the table, so that whoever hears that a version is current finds it in `current_seq`.
-        outcomes = {name: _outcome(await self._registry.version(name)) for name in list(self._pending)}
+        records = {name: await self._registry.version(name) for name in list(self._pending)}
+        for name in [name for name, record in records.items() if record is None]:  # Redis lost what was announced
+            manifest = self._pending[name].manifest
+            await self._registry.publish(manifest, published_at=manifest.created_at, trainer=self._incarnation)
+        outcomes = {name: _outcome(record) for name, record in records.items()}
         table = await self._registry.table()
         entry = table.runs.get(self.run)
         current = table.versions.get(entry.current) if entry and entry.current else None
@@ -288,6 +308,11 @@ class AdapterPublisher:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.epoch:
+            try:
+                await self._registry.end_run(self.run, epoch=self.epoch)
+            except AdapterSyncError as error:
+                log.warning("the end of run %s is not known: %s", self.run, error)
         await self._client.close()
         await self._cache.close()
 

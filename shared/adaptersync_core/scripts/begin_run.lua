@@ -1,16 +1,17 @@
 -- A trainer begins an incarnation of a run: the next epoch, which fences every older one.
 -- KEYS: run, runs, events
--- ARGV: run name, incarnation nonce, max_staleness, trainer host
+-- ARGV: run name, incarnation nonce, max_staleness, trainer host, highest epoch and sequence number in the store
 -- Reply: {epoch, seq of the latest version}. The same nonce gets the same epoch again.
-local known = redis.call('HMGET', KEYS[1], 'nonce', 'epoch', 'seq')
-local seq = tonumber(known[3] or '0')
+local known = redis.call('HMGET', KEYS[1], 'nonce', 'epoch', 'seq', 'epoch_floor')
+local seq = math.max(tonumber(known[3] or '0'), tonumber(ARGV[6]))
 if known[1] == ARGV[2] then
   return {tonumber(known[2]), seq}
 end
-local epoch = tonumber(known[2] or '0') + 1
+local epoch = math.max(tonumber(known[2] or '0'), tonumber(known[4] or '0'), tonumber(ARGV[5])) + 1
 local time = redis.call('TIME')
 redis.call('HSET', KEYS[1], 'nonce', ARGV[2], 'epoch', epoch, 'seq', seq, 'max_staleness', ARGV[3],
   'trainer', ARGV[4], 'began_at', time[1])
+redis.call('HDEL', KEYS[1], 'ended_at')
 redis.call('SADD', KEYS[2], ARGV[1])
 redis.call('XADD', KEYS[3], '*', 'type', 'run.began', 'run', ARGV[1], 'epoch', epoch, 'seq', seq,
   'max_staleness', ARGV[3], 'trainer', ARGV[4])

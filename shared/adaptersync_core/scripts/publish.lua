@@ -1,14 +1,15 @@
 -- Announce a version whose files are in the store.
 -- KEYS: run, manifest, published, events
--- ARGV: epoch, seq, adapter id, manifest, manifest time to live in seconds, event fields and values ...
+-- ARGV: epoch, seq, adapter id, manifest, manifest time to live in seconds, nonce of the trainer, event fields and values ...
 -- Reply: {'ok'}, {'again'} when it was announced before, {'fenced', present epoch}, or {'taken'} when the name or the
 -- number stands for other bytes.
 local known = redis.call('GET', KEYS[2])
 if known then
   return {known == ARGV[4] and 'again' or 'taken'}
 end
-local epoch = redis.call('HGET', KEYS[1], 'epoch')
-if epoch ~= ARGV[1] then
+local run = redis.call('HMGET', KEYS[1], 'epoch', 'nonce')
+local epoch = run[1]
+if epoch ~= ARGV[1] or run[2] and ARGV[6] ~= '' and run[2] ~= ARGV[6] then
   return {'fenced', tonumber(epoch or '0')}
 end
 if #redis.call('ZRANGEBYSCORE', KEYS[3], ARGV[2], ARGV[2]) > 0 then
@@ -16,5 +17,5 @@ if #redis.call('ZRANGEBYSCORE', KEYS[3], ARGV[2], ARGV[2]) > 0 then
 end
 redis.call('SET', KEYS[2], ARGV[4], 'EX', ARGV[5])
 redis.call('ZADD', KEYS[3], ARGV[2], ARGV[3])
-redis.call('XADD', KEYS[4], '*', unpack(ARGV, 6))
+redis.call('XADD', KEYS[4], '*', unpack(ARGV, 7))
 return {'ok'}

@@ -1,21 +1,28 @@
 -- Put back what the coordinator's journal and the store know, into a control state that was lost or is older than that.
 -- KEYS: control, table, events, runs, then the keys that the state names by their place
--- ARGV: fence, new incarnation, generation, table (JSON), state (JSON)
+-- ARGV: fence, new incarnation, generation, table (JSON), state (JSON), gap
 --   state.runs     [[key, name, epoch, seq, max_staleness], ...]   numbers only ever rise
 --   state.records  [[key, seconds to live, [field, value, ...]], ...]
+--   gap            how many numbers are left out: some were given out and written down nowhere
 -- Reply: {'ok'} or {'fenced'}
-local known = redis.call('HMGET', KEYS[1], 'incarnation', 'token')
-if not known[1] or known[1] .. ':' .. known[2] ~= ARGV[1] then
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local known = redis.call('HMGET', KEYS[1], 'incarnation', 'token', 'lease_until_ms')
+if not known[1] or known[1] .. ':' .. known[2] ~= ARGV[1] or now >= tonumber(known[3]) then
   return {'fenced'}
 end
 local state = cjson.decode(ARGV[5])
 for _, run in ipairs(state.runs) do
   local present = redis.call('HMGET', KEYS[run[1]], 'epoch', 'seq')
-  if tonumber(present[1] or '0') < run[3] then
+  local epoch = math.max(tonumber(present[1] or '0'), run[3])
+  if not present[1] or tonumber(present[1]) < run[3] then
     redis.call('HSET', KEYS[run[1]], 'epoch', run[3], 'max_staleness', run[5])
-    redis.call('HDEL', KEYS[run[1]], 'nonce', 'reserved_by')
+    redis.call('HDEL', KEYS[run[1]], 'nonce')
   end
-  redis.call('HSET', KEYS[run[1]], 'seq', math.max(tonumber(present[2] or '0'), run[4]))
+  -- the next trainer begins beyond what was given out; one whose epoch is known goes on in it
+  redis.call('HSET', KEYS[run[1]], 'epoch_floor', epoch + ARGV[6],
+    'seq', math.max(tonumber(present[2] or '0'), run[4]) + ARGV[6])
+  redis.call('HDEL', KEYS[run[1]], 'reserved_by')
   redis.call('SADD', KEYS[4], run[2])
 end
 for _, record in ipairs(state.records) do

@@ -324,6 +324,28 @@ async def test_without_a_table_nothing_is_unloaded(bench: Bench) -> None:
     assert (bench.staged / name).is_dir()
 
 
+async def test_an_older_table_unloads_nothing(bench: Bench) -> None:
+    """A Redis that was set back gives no orders until somebody restored it."""
+    first = await bench.publish()
+    await bench.want(first)
+    await bench.ack(first)
+    before = await bench.registry.client.command("GET", bench.registry.keys.table)
+    second = await bench.publish()
+    await bench.want(second, drained=(first,))
+    await bench.ack(second)
+    await wait_until(lambda: bench.listed() == {second})
+    await bench.registry.client.command("SET", bench.registry.keys.table, before)
+    await _heartbeats(bench, 5)
+    assert bench.listed() == {second}
+
+
+async def test_an_agent_that_is_stopped_says_that_its_replica_drains(bench: Bench) -> None:
+    await wait_until(lambda: _reported(bench))
+    bench.agent.cancel()
+    await asyncio.gather(bench.agent, return_exceptions=True)
+    assert (await bench.registry.fleet()).replicas["r1"].report.draining
+
+
 async def test_a_manifest_that_redis_no_longer_has_is_read_from_the_store(bench: Bench) -> None:
     name = await bench.publish()
     await bench.registry.client.command("DEL", bench.registry.keys.manifest(name))

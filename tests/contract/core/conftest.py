@@ -9,7 +9,7 @@ import pytest
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
-from support.proxy import FaultProxy
+from support.proxy import Fault, FaultProxy
 
 
 @pytest.fixture
@@ -31,3 +31,13 @@ async def through(proxy: FaultProxy) -> AsyncIterator[Registry]:
     client = RedisClient(f"redis://127.0.0.1:{proxy.port}/0", name="test-through", timeout_s=2.0)
     yield Registry(client, Keys("group"))
     await client.close()
+
+
+@pytest.fixture
+async def lossy(registry: Registry, through: Registry, proxy: FaultProxy) -> AsyncIterator[Registry]:
+    """Loses the first two replies to scripts; the server knows the scripts, so it executes them all the same."""
+    for script in through._scripts.values():
+        await registry.client.command("SCRIPT", "LOAD", script.source)
+    proxy.arm(Fault.LOSE_REPLY, match=b"EVALSHA", times=2)
+    yield through
+    assert proxy.faults_done == 2

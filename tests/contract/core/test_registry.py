@@ -43,7 +43,7 @@ async def test_only_publications_that_were_not_considered_are_read_and_not_too_m
         await registry.publish(manifest("run", seq), published_at=1)
     fleet = await registry.fleet()
     assert [one.seq for one in fleet.published["run"]] == list(range(1, PUBLICATIONS_AT_ONCE + 2))
-    lease = await registry.lead("c", lease_s=30)
+    lease = await registry.lead("c", "c", lease_s=30)
     table = Table(generation=1, runs={"run": RunEntry(epoch=1, max_staleness=1, considered=65)})
     await registry.decide(Decision(table=table), lease, alive_s=5)
     assert [one.seq for one in (await registry.fleet()).published["run"]] == [66, 67]

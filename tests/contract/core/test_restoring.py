@@ -13,7 +13,7 @@ NAME = "run-v1-000000000000"
 
 
 async def test_restoring_puts_back_table_fates_and_numbers(registry: Registry) -> None:
-    lease = await registry.lead("c1", lease_s=30)
+    lease = await registry.lead("c1", "c1", lease_s=30)
     await registry.begin_run("run", nonce="later", max_staleness=2, trainer="t")  # a trainer was faster
     table = Table(incarnation="anew", generation=8)
     runs = {"run": RunRecord(epoch=4, seq=9, max_staleness=1), "old": RunRecord(epoch=2, seq=3, max_staleness=0)}
@@ -22,11 +22,11 @@ async def test_restoring_puts_back_table_fates_and_numbers(registry: Registry) -
     assert await registry.table() == table
     assert await registry.version(NAME) == fates[NAME]
     assert await registry.runs() == ["old", "run"]
-    now = await registry.lead("c1", lease_s=30)
+    now = await registry.lead("c1", "anew", lease_s=30)
     assert (now.incarnation, now.generation) == ("anew", 8)
     with pytest.raises(Fenced):
         await registry.reserve("run", epoch=1, nonce="n")
-    assert (await registry.begin_run("run", nonce="next", max_staleness=2, trainer="t")) == (5, 9)
+    assert (await registry.begin_run("run", nonce="next", max_staleness=2, trainer="t")) == (105, 109)
     with pytest.raises(Fenced):  # the lease was of the incarnation before
         await registry.restore(lease, table, runs, fates)
 

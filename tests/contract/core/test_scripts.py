@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from adaptersync_core.errors import Conflict, ControlError, ControlUnavailable, Fenced, Forgotten, NameTaken
+from adaptersync_core.errors import Conflict, ControlError, Fenced, Forgotten, NameTaken
 from adaptersync_core.events import ReplicaState, VersionPromoted, from_fields
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import (
@@ -26,7 +25,7 @@ from adaptersync_core.records import (
 from adaptersync_core.registry import OPEN_REQUESTS, Registry
 from adaptersync_core.table import LiveVersion, Member, RunEntry, Table
 from support.artifacts import REPORT, manifest_of, small_adapter
-from support.proxy import Fault, FaultProxy
+from support.asking import events, insist, kinds
 
 ALIVE_S = 5.0
 
@@ -34,38 +33,6 @@ ALIVE_S = 5.0
 @pytest.fixture
 def manifest(tmp_path: Path) -> Manifest:
     return manifest_of(small_adapter(tmp_path / "a"))
-
-
-@pytest.fixture
-async def lossy(registry: Registry, through: Registry, proxy: FaultProxy) -> AsyncIterator[Registry]:
-    """Loses the first two replies to scripts; the server knows the scripts, so it executes them all the same."""
-    for script in through._scripts.values():
-        await registry.client.command("SCRIPT", "LOAD", script.source)
-    proxy.arm(Fault.LOSE_REPLY, match=b"EVALSHA", times=2)
-    yield through
-    assert proxy.faults_done == 2
-
-
-async def insist(call: Callable[[], Awaitable[Any]]) -> tuple[Any, int]:
-    """The answer, and how often there was none before."""
-    for lost in range(10):
-        try:
-            return await call(), lost
-        except ControlUnavailable:
-            continue
-    raise AssertionError("never answered")
-
-
-async def events(registry: Registry) -> list[dict[str, str]]:
-    return [fields for _, fields in await registry.client.read_stream(registry.keys.events, "0", count=1000)]
-
-
-async def kinds(registry: Registry) -> Counter[str]:
-    """How many events there are of each kind; each must be readable as one."""
-    found = await events(registry)
-    for fields in found:
-        from_fields(fields)
-    return Counter(fields["type"] for fields in found)
 
 
 async def begin(registry: Registry, nonce: str = "n1", max_staleness: int = 1) -> tuple[int, int]:
@@ -105,6 +72,29 @@ async def test_reserve_repeated_is_one_number(registry: Registry, lossy: Registr
     await begin(registry)
     assert await insist(lambda: lossy.reserve("run", epoch=1, nonce="n")) == (1, 2)
     assert await registry.reserve("run", epoch=1, nonce="m") == 2
+
+
+async def test_a_redis_that_lost_a_number_does_not_give_it_again(registry: Registry) -> None:
+    await begin(registry)
+    assert await registry.reserve("run", epoch=1, nonce="x", latest=7) == 8
+
+
+async def test_a_redis_that_lost_a_run_goes_on_above_what_the_store_has(registry: Registry) -> None:
+    begun = await registry.begin_run("run", nonce="n", max_staleness=1, trainer="host", stored=(4, 9))
+    assert begun == (5, 9)
+    assert await registry.reserve("run", epoch=5, nonce="x") == 10
+
+
+async def test_an_end_is_said_once_and_by_the_present_trainer_and_taken_back_by_the_next(registry: Registry) -> None:
+    await begin(registry, "a")
+    await begin(registry, "b")
+    assert not await registry.end_run("run", epoch=1)
+    assert await registry.end_run("run", epoch=2)
+    assert not await registry.end_run("run", epoch=2)
+    assert (await registry.fleet()).runs["run"].ended_at > 0
+    await begin(registry, "c")
+    assert (await registry.fleet()).runs["run"].ended_at == 0
+    assert await kinds(registry) == {"run.began": 3, "run.ended": 1}
 
 
 async def test_an_older_trainer_gets_no_number(registry: Registry) -> None:
@@ -235,42 +225,6 @@ async def test_ack_repeated_is_one_event(registry: Registry, lossy: Registry) ->
     assert await kinds(registry) == {"replica.acked": 1}
 
 
-# lead
-
-
-async def test_one_leads_and_keeps_its_token_while_it_renews(registry: Registry) -> None:
-    first = await registry.lead("c1", lease_s=30)
-    assert (first.token, first.generation, first.leader) == (1, 0, "c1")
-    assert await registry.lead("c1", lease_s=30) == first
-    other = await registry.lead("c2", lease_s=30)
-    assert (other.token, other.leader) == (0, "c1")
-    assert await kinds(registry) == {"coordinator.elected": 1}
-
-
-async def test_another_takes_over_with_a_higher_token_when_the_lease_ran_out(registry: Registry) -> None:
-    first = await registry.lead("c1", lease_s=0)
-    second = await registry.lead("c2", lease_s=30)
-    assert (second.token, second.incarnation) == (first.token + 1, first.incarnation)
-    assert (await registry.lead("c1", lease_s=30)).token == 0
-
-
-async def test_who_is_late_and_was_not_replaced_leads_on(registry: Registry) -> None:
-    first = await registry.lead("c1", lease_s=0)
-    assert await registry.lead("c1", lease_s=30) == first
-
-
-async def test_lead_repeated_is_one_election(registry: Registry, lossy: Registry) -> None:
-    leadership, lost = await insist(lambda: lossy.lead("c1", lease_s=30))
-    assert (leadership.token, lost) == (1, 2)
-    assert await kinds(registry) == {"coordinator.elected": 1}
-
-
-async def test_a_control_state_that_was_lost_is_another_incarnation(registry: Registry) -> None:
-    first = await registry.lead("c1", lease_s=30)
-    await registry.client.command("FLUSHALL")
-    assert (await registry.lead("c1", lease_s=30)).incarnation != first.incarnation
-
-
 # decide
 
 
@@ -297,7 +251,7 @@ def decision(generation: int = 1, **more: Any) -> Decision:
 
 
 async def leading(registry: Registry) -> Leadership:
-    return await registry.lead("c1", lease_s=30)
+    return await registry.lead("c1", "c1", lease_s=30)
 
 
 async def test_a_decision_is_written_whole(registry: Registry) -> None:
@@ -308,7 +262,7 @@ async def test_a_decision_is_written_whole(registry: Registry) -> None:
     assert await registry.table() == made.table
     assert await registry.version(NAME) == made.records[NAME]
     assert (await registry.fleet()).requests == {}
-    assert (await registry.lead("c1", lease_s=30)).generation == 1
+    assert (await registry.lead("c1", "c1", lease_s=30)).generation == 1
     assert from_fields((await events(registry))[-1]) == made.events[0]
 
 
@@ -332,14 +286,14 @@ async def test_decide_repeated_is_one_decision(registry: Registry, lossy: Regist
 
 async def nothing_written(registry: Registry, generation: int = 0) -> None:
     assert (await registry.table()).generation == generation
-    assert (await registry.lead("c9", lease_s=1)).token == 0 or generation == 0
+    assert (await registry.lead("c9", "c9", lease_s=1)).token == 0 or generation == 0
     assert "version.promoted" not in await kinds(registry)
     assert await registry.client.command("EXISTS", registry.keys.version(NAME)) == 0
 
 
 async def test_a_former_leader_writes_nothing(registry: Registry) -> None:
-    old = await registry.lead("c1", lease_s=0)
-    await registry.lead("c2", lease_s=30)
+    old = await registry.lead("c1", "c1", lease_s=0)
+    await registry.lead("c2", "c2", lease_s=30)
     with pytest.raises(Fenced, match="another coordinator leads"):
         await registry.decide(decision(), old, alive_s=ALIVE_S)
     await nothing_written(registry)
@@ -349,7 +303,7 @@ async def test_a_leader_of_a_control_state_that_was_lost_writes_nothing(registry
     """After a flush tokens begin at 1 again, so the token alone would let a former leader through."""
     old = await leading(registry)
     await registry.client.command("DEL", registry.keys.control)
-    again = await leading(registry)
+    again = await registry.lead("c2", "c2", lease_s=30)
     assert (again.token, again.incarnation != old.incarnation) == (old.token, True)
     with pytest.raises(Fenced, match="another coordinator leads"):
         await registry.decide(decision(), old, alive_s=ALIVE_S)

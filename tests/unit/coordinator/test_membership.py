@@ -180,6 +180,12 @@ def test_a_commit_does_not_count_who_fell_silent_meanwhile() -> None:
     assert states(world) == {V[1]: "staging"}
 
 
+def test_a_replica_does_not_become_ready_in_a_life_that_ended_although_nothing_is_served() -> None:
+    world = after(new_world(replicas=1), "coordinate", "drain r1", "report", "coordinate", "undrain r1", "report")
+    world = after(world, "decide", "read", "restart r1", "report", "commit")
+    assert members(world) == {"r1": "joining"}
+
+
 def test_a_decision_that_was_overtaken_is_not_committed() -> None:
     world = after(ready(), "publish run1", "coordinate", "work r1", "work r2", "read")
     overtaken = replace(after(world, "coordinate"), read=world.read)

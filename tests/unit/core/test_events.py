@@ -18,6 +18,7 @@ DATA = Path(__file__).parents[2] / "data" / "events"
 V7, V6 = "run-v7-0123456789ab", "run-v6-ba9876543210"
 EXAMPLES: list[Event] = [
     events.RunBegan(run="run", epoch=2, seq=6, max_staleness=1, trainer="host"),
+    events.RunEnded(run="run", epoch=2),
     events.AdapterPublished(
         version=V7,
         run="run",

@@ -278,8 +278,11 @@ class _Drive:
 
     async def _rows(self) -> set[str]:
         """The ledger, once every answer has its row or none comes any more."""
-        deadline = time.monotonic() + LEDGER_S
-        while self._ids - (rows := await self._ledger()) and time.monotonic() < deadline:
+        rows: set[str] = set()
+        for _ in range(int(LEDGER_S / LOOK_S)):
+            rows = await self._ledger()
+            if not self._ids - rows:
+                break
             await asyncio.sleep(LOOK_S)
         return rows
 

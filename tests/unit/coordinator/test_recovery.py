@@ -101,7 +101,8 @@ def test_nothing_drains_before_a_router_that_was_forgotten_could_be_heard() -> N
 def test_a_router_of_another_incarnation_has_not_heard() -> None:
     world = after(ready(max_staleness=0, routers=1), "publish run1", "settle", "publish run1", "coordinate")
     world = after(world, "work r1", "work r2", "coordinate", "route g1")
-    other = replace(world.routers["g1"], incarnation="before")
+    seen = world.routers["g1"]
+    other = replace(seen, report=replace(seen.report, incarnation="before"))
     assert not after(replace(world, routers={"g1": other}), "coordinate").table.versions[V[1]].drained
     assert after(world, "coordinate").table.versions[V[1]].drained
 

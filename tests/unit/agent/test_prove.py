@@ -15,6 +15,7 @@ from adaptersync.agent.canary import write_canary
 from adaptersync_core.errors import EngineUnavailable
 from adaptersync_core.proof import Proof
 from adaptersync_core.vllm import WORKER_EXTENSION, VllmClient
+from adaptersync_tools.simulator.adapter_files import BaseModel
 from adaptersync_tools.simulator.engine import EngineConfig
 from adaptersync_tools.simulator.http import Simulator, SimulatorConfig, serving
 from support.prover_bench import ProverBench, with_probe
@@ -49,7 +50,9 @@ async def beside(
     token_file.write_text("token")
     (directory / "staged").mkdir(exist_ok=True)
     config = SimulatorConfig(
-        engine=EngineConfig.for_model_directory(model, max_loras=2, max_cpu_loras=4, **engine),
+        engine=EngineConfig(
+            root=str(model), base=BaseModel.from_directory(model), max_loras=2, max_cpu_loras=4, **engine
+        ),
         token_file=token_file if door else None,
         worker_extension_cls=extension,
     )

@@ -5,8 +5,7 @@ happen, `engine.py` what then is true.
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -39,11 +38,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     lora_on_head: bool = False  # as vLLM has it for Llama and Qwen3, unless told other target modules
     stop_probability: float = 0.0
     base: BaseModel | None = None
-
-    @classmethod
-    def for_model_directory(cls, directory: Path, **fields: Any) -> "EngineConfig":
-        """Sizes of the base from `directory`/config.json; its path becomes the served root."""
-        return cls(root=str(directory), base=BaseModel.from_directory(directory), **fields)
 
     @property
     def registered_limit(self) -> int:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import click
 
-from adaptersync_tools.bench.command import bench
-from adaptersync_tools.cli import changing, local, reading, services
+from adaptersync_tools.cli import bench, changing, local, reading, services
 from adaptersync_tools.cli.common import run_command
 
 
@@ -33,7 +32,7 @@ def adaptersync() -> None:
     """
 
 
-for command in (*local.COMMANDS, *reading.COMMANDS, *changing.COMMANDS, *services.COMMANDS, bench):
+for command in (*local.COMMANDS, *reading.COMMANDS, *changing.COMMANDS, *services.COMMANDS, *bench.COMMANDS):
     adaptersync.add_command(command)
 
 

@@ -45,3 +45,6 @@ def workplace(keep: Path | None) -> Iterator[tuple[Path, Narrator]]:
             yield directory, narrator
         finally:
             narrator.quiet()
+
+
+COMMANDS = (bench,)

@@ -132,6 +132,9 @@ class RouterSection(Section, frozen=True, kw_only=True):
     """A directory on this host's disk where ledger rows wait for Redis, across restarts of the router."""
     spool_bytes: int = 64 << 20
     """Disk taken for it by each router process; room for about 60 thousand rollouts."""
+    kept_bytes: int = 32 << 20
+    """Disk taken by each router process for the latest rows that Redis has, about 40 thousand: they are written again
+    to one that was emptied or set back. 0: none are kept."""
     when_spool_full: Literal["refuse", "serve"] = "refuse"
     """Refuse requests that cannot be recorded, or serve them and count the rows that are lost."""
     gate_token: str = ""
@@ -286,6 +289,12 @@ def _check(config: Config) -> None:
     if config.router.spool_bytes < SPOOL_MIN_BYTES:
         raise ConfigError(
             f"setting must be at least {SPOOL_MIN_BYTES}", key="router.spool_bytes", value=config.router.spool_bytes
+        )
+    if 0 < config.router.kept_bytes < SPOOL_MIN_BYTES:
+        raise ConfigError(
+            f"setting must be 0 or at least {SPOOL_MIN_BYTES}",
+            key="router.kept_bytes",
+            value=config.router.kept_bytes,
         )
     if config.router.table_max_age_s > ROUTER_SERVES_S:
         raise ConfigError(

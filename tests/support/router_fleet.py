@@ -109,7 +109,7 @@ class Fleet:
     @property
     def settings(self) -> dict[str, Any]:
         """What every router here needs."""
-        return {"spool_path": str(self.spool), "spool_bytes": 1 << 20}
+        return {"spool_path": str(self.spool), "spool_bytes": 1 << 20, "kept_bytes": 1 << 20}
 
     async def entries(self) -> list[dict[str, str]]:
         """The ledger's stream as it is."""

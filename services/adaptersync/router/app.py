@@ -96,7 +96,12 @@ async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[
     )
     outages, metrics = Outages(), Metrics()
     ledger = await Ledger.at(
-        rows, keys.rollouts, directory=Path(settings.spool_path), name=name, capacity=settings.spool_bytes
+        rows,
+        keys.rollouts,
+        directory=Path(settings.spool_path),
+        name=name,
+        capacity=settings.spool_bytes,
+        kept=settings.kept_bytes,
     )
     proxy = Proxy(
         name=name,

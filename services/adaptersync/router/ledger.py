@@ -2,8 +2,9 @@
 
 A row goes to the spool first, which outlives this process, and from there to Redis in batches, again where a reply was
 lost: readers go by `request_id`. A request that ends soon leaves one entry, a long one is told of as `open` meanwhile.
-What a router that died had open is closed as `unknown` by whoever takes its spool over. While Redis is away rows wait;
-when the spool is full nothing more is opened, and what must be written all the same is counted as lost, never silent.
+What Redis has taken is kept for a time, too, and written again to one that was emptied or set back. What a router
+that died had open is closed as `unknown` by whoever takes its spool over. While Redis is away rows wait; when the spool
+is full nothing more is opened, and what must be written all the same is counted as lost, never silent.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from adaptersync.router.handed import Handed, Taken
 from adaptersync.router.spool import RECORD_BYTES, Record, Spool, own_and_left
 from adaptersync_core.bus import Bell
 from adaptersync_core.errors import ControlError
@@ -51,14 +53,18 @@ class Opened(msgspec.Struct):
 
 
 class Ledger:
-    """`lost` counts requests that were served without a row, `untold` refusals without one: there was no room."""
+    """`lost` counts requests that were served without a row, `untold` refusals without one: there was no room.
 
-    def __init__(self, pipe: Pipe, stream: str, *, spool: Spool, left: list[Spool]) -> None:
+    `rewritten` counts rows that Redis had, and lost.
+    """
+
+    def __init__(self, pipe: Pipe, stream: str, *, spool: Spool, left: list[Spool], handed: Handed) -> None:
         """`left` are spools of routers that are gone: they are emptied and removed."""
         self._pipe = pipe
         self._stream = stream
         self._spool = spool
         self._left = left
+        self._handed = handed
         self._waiting: deque[Waiting] = deque()
         self._opened: dict[str, Opened] = {}
         self._untold: deque[Opened] = deque()
@@ -66,14 +72,16 @@ class Ledger:
         self.written = 0
         self.lost = 0
         self.untold = 0
+        self.rewritten = 0
         for each in (spool, *left):
             self._take_over(each)
 
     @classmethod
-    async def at(cls, pipe: Pipe, stream: str, *, directory: Path, name: str, capacity: int) -> Ledger:
-        """A ledger with its spool in `directory`; StoreError when there is no room for it."""
+    async def at(cls, pipe: Pipe, stream: str, *, directory: Path, name: str, capacity: int, kept: int) -> Ledger:
+        """A ledger with its spool in `directory`, and `kept` bytes for rows that Redis has; StoreError without room."""
         spool, left = await asyncio.to_thread(own_and_left, directory, name, capacity)
-        return cls(pipe, stream, spool=spool, left=left)
+        handed = await Handed.at(directory / "kept", name=name, capacity=kept)
+        return cls(pipe, stream, spool=spool, left=left, handed=handed)
 
     @property
     def waiting(self) -> int:
@@ -155,33 +163,53 @@ class Ledger:
             log.warning("%d ledger rows stay in %s until a router starts here", len(self._waiting), self._spool.path)
         for spool in (self._spool, *self._left):
             await asyncio.to_thread(spool.close)
+        await asyncio.to_thread(self._handed.close)
 
     async def _write_all(self) -> None:
         """Batch after batch until nothing waits; ControlError when one could not be written, or not all of it."""
+        once = False
         while True:
             opened = self._long_running()
             ended = [self._waiting[place] for place in range(min(BATCH, self.waiting))]
-            if not opened and not ended:
+            asked = self._handed.questions()
+            if not opened and not ended and ((once and not self._handed.unsure) or not asked):
                 return
+            once = True
             rows = [_read(self._spool, each.record) for each in opened]
             rows += [each.row or _read(each.spool, each.record) for each in ended]
+            looks = (("XRANGE", self._stream, each.entry, each.entry) for each in asked)
+            writes = (("XADD", self._stream, "*", *to_fields(row)) for row in rows)
             try:
-                replies = await self._pipe.calls(("XADD", self._stream, "*", *to_fields(row)) for row in rows)
+                replies = await self._pipe.calls([*looks, *writes])
             except ControlError:
                 self._untold.extendleft(reversed(opened))
                 raise
+            seen, told = replies[: len(asked)], replies[len(asked) : len(asked) + len(opened)]
+            written = replies[len(asked) + len(opened) :]
             failed = [reply for reply in replies if isinstance(reply, ControlError)]
-            told, written = replies[: len(opened)], replies[len(opened) :]
             again = [each for each, reply in zip(opened, told, strict=True) if isinstance(reply, ControlError)]
             self._untold.extendleft(reversed(again))
-            for each, reply in zip(ended, written, strict=True):
+            taken = []
+            for each, row, reply in zip(ended, rows[len(opened) :], written, strict=True):
                 self._waiting.popleft()
                 each.record.done = not isinstance(reply, ControlError)
+                if each.record.done:
+                    taken.append((reply, msgspec.json.encode(row)))
             self._waiting.extendleft(each for each in reversed(ended) if not each.record.done)
-            self.written += sum(each.record.done for each in ended)
+            self.written += len(taken)
+            if not any(isinstance(reply, ControlError) for reply in seen):
+                self._write_again(asked, [bool(reply) for reply in seen])
+            self._handed.take(taken)
             await self._give_back()
             if failed:
                 raise failed[0]
+
+    def _write_again(self, asked: list[Taken], found: list[bool]) -> None:
+        lost = self._handed.answered(asked, found)
+        if lost:
+            log.warning("Redis lost %d ledger rows; they are written again", len(lost))
+        self.rewritten += len(lost)
+        self._waiting.extend(Waiting(each.spool, each.record) for each in lost)
 
     def _long_running(self) -> list[Opened]:
         """Requests that have run long enough to be told of, the oldest first; they no longer wait for it."""
@@ -196,6 +224,7 @@ class Ledger:
     async def _give_back(self) -> None:
         for spool in (self._spool, *self._left):
             spool.trim()
+        self._handed.trim()
         for spool in [each for each in self._left if not each.used]:
             self._left.remove(spool)
             await asyncio.to_thread(spool.close)
@@ -228,4 +257,5 @@ def _encode(row: Row) -> bytes:
 
 
 def _read(spool: Spool, record: Record) -> dict[str, Any]:
-    return msgspec.json.decode(spool.payload(record), type=dict[str, Any])
+    payload = spool.payload(record)  # of one that was handed over, the row follows its entry
+    return msgspec.json.decode(payload[payload.index(b"{") :], type=dict[str, Any])

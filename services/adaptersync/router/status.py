@@ -104,6 +104,7 @@ class Status:
             "ledger": {
                 "waiting": self._ledger.waiting,
                 "written": self._ledger.written,
+                "rewritten": self._ledger.rewritten,
                 "lost": self._ledger.lost,
                 "untold": self._ledger.untold,
                 "spool_bytes": self._ledger.spool_used,

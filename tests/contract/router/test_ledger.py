@@ -169,7 +169,7 @@ async def test_while_redis_is_away_rows_wait_and_survive_a_stop(own_fleet: Fleet
         rows = await fleet.rows(5)
         assert {row["outcome"] for row in rows} == {"ok"}
         await wait_until(lambda: _spooled(fleet, 0))
-    assert list(fleet.spool.iterdir()) == []
+    assert list(fleet.spool.glob("*.spool")) == []
 
 
 async def test_when_the_spool_is_full_nothing_more_is_sent_on(own_fleet: Fleet, servers: Servers) -> None:

@@ -1,0 +1,135 @@
+"""Rows that Redis has taken, kept on this host as long as there is room: a server that is set back has lost the last.
+
+A ring beside the spool; a record is the id of the stream's entry, a space, and the row. The newest entries of the last
+two batches are looked up with every batch: when the stream lacks one it was emptied or set back, and then all that is
+kept is looked up. Two batches, because the stream may be emptied within one. Knows nothing of Redis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+from adaptersync.router.spool import Record, Spool, own_and_left
+
+BATCH = 256  # entries looked up in one round trip, beside the marks
+LEFT_S = 86_400.0  # what a router left behind longer ago is of no use to anybody
+
+
+class Taken:
+    """One row that the stream had as `entry`; `lost` once it was found that it has it no more."""
+
+    __slots__ = ("entry", "lost", "record", "spool")
+
+    def __init__(self, spool: Spool, record: Record, entry: str) -> None:
+        self.spool = spool
+        self.record = record
+        self.entry = entry
+        self.lost = False
+
+
+class Handed:
+    """`left` are rings of routers that are gone: they are looked through, and left for whoever comes next."""
+
+    def __init__(self, own: Spool | None, left: Sequence[Spool] = ()) -> None:
+        self._own = own
+        self._left = list(left)
+        self._kept = deque(_taken(own)) if own else deque[Taken]()
+        self._others = [each for spool in left for each in _taken(spool)]
+        self._marks: deque[Taken] = deque(maxlen=2)
+        self._unsure = deque(self._all())  # nobody looked while no router ran here
+
+    @classmethod
+    async def at(cls, directory: Path, *, name: str, capacity: int) -> Handed:
+        """A ring in `directory`; StoreError when there is no room for it. Without capacity nothing is kept."""
+        if not capacity:
+            return cls(None)
+        own, found = await asyncio.to_thread(own_and_left, directory, name, capacity)
+        left = []
+        for spool in found:
+            newest = max((_taken_at(each.entry) for each in _taken(spool)), default=0.0)
+            if time.time() - newest > LEFT_S:
+                for record in spool:
+                    record.done = True
+                await asyncio.to_thread(spool.close)
+            else:
+                left.append(spool)
+        return cls(own, left)
+
+    def questions(self) -> list[Taken]:
+        """What to look up in the stream now."""
+        return [*self._marks, *islice(self._unsure, BATCH)]
+
+    def answered(self, asked: Sequence[Taken], found: Sequence[bool]) -> list[Taken]:
+        """What is to be written again, by whether each of `asked` is in the stream."""
+        marks = len(self._marks)
+        lost = []
+        for each, there in zip(asked[marks:], found[marks:], strict=True):
+            self._unsure.popleft()
+            if not there and not each.lost and not each.record.done:
+                each.lost = True
+                lost.append(each)
+        if not all(found[:marks]):
+            self._marks.clear()
+            self._unsure = deque(each for each in self._all() if not each.lost)
+        return lost
+
+    @property
+    def unsure(self) -> bool:
+        """Whether there is something to look up beside the marks."""
+        return bool(self._unsure)
+
+    def take(self, rows: Iterable[tuple[str, bytes]]) -> None:
+        """A batch that was written: entry and row. The oldest rows give way."""
+        newest = None
+        for entry, row in rows:
+            newest = self._append(entry, row) or newest
+        if newest is not None:
+            self._marks.append(newest)
+
+    def trim(self) -> None:
+        for spool in self._spools():
+            spool.trim()
+
+    def close(self) -> None:
+        """Leave the files to whoever comes next."""
+        for spool in self._spools():
+            spool.close()
+
+    def _append(self, entry: str, row: bytes) -> Taken | None:
+        if self._own is None:
+            return None
+        payload = entry.encode() + b" " + row
+        while (record := self._own.append(payload)) is None:
+            if not self._kept:
+                return None  # what is there waits to be written again
+            oldest = self._kept.popleft()
+            if not oldest.lost:
+                oldest.record.done = True
+            self._own.trim()
+        taken = Taken(self._own, record, entry)
+        self._kept.append(taken)
+        return taken
+
+    def _all(self) -> Iterator[Taken]:
+        yield from self._others
+        yield from self._kept
+
+    def _spools(self) -> Iterator[Spool]:
+        if self._own is not None:
+            yield self._own
+        yield from self._left
+
+
+def _taken(spool: Spool) -> Iterator[Taken]:
+    for record in spool:
+        yield Taken(spool, record, spool.payload(record).partition(b" ")[0].decode())
+
+
+def _taken_at(entry: str) -> float:
+    """When the server took it, on its wall clock."""
+    return int(entry.partition("-")[0]) / 1000

@@ -1,0 +1,80 @@
+"""A ledger that Redis lost is written again by the routers that wrote it, as far as they keep it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+from adaptersync_core.rollouts import join
+from support.router_fleet import V1, Fleet, Servers, free_port, router_process
+from support.wait import wait_until
+
+
+async def served(fleet: Fleet, count: int) -> set[str]:
+    answers = [await fleet.complete(V1) for _ in range(count)]
+    assert {answer.status for answer in answers} == {200}
+    return {answer.headers["x-adaptersync-request-id"] for answer in answers}
+
+
+async def recorded(fleet: Fleet, ids: set[str]) -> None:
+    async def all_are() -> bool:
+        return ids <= {row.request_id for row in join(await fleet.entries()) if row.outcome == "ok"}
+
+    await wait_until(all_are, timeout_s=20.0, what=f"rows of {len(ids)} requests")
+
+
+async def test_an_emptied_ledger_is_written_again(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        before = await served(fleet, 300)  # more than one look-up
+        await recorded(fleet, before)
+        await fleet.control.command("DEL", fleet.keys.rollouts)
+        await recorded(fleet, before)  # nobody asks anything meanwhile
+        after = await served(fleet, 3)
+        await recorded(fleet, before | after)
+        assert (await fleet.get("/health")).json["ledger"]["rewritten"] == 300
+    entries = [entry["request_id"] for entry in await fleet.entries()]
+    assert len(entries) == len(set(entries)) == 303
+
+
+async def test_only_what_a_ledger_lacks_is_written_again(own_fleet: Fleet, servers: Servers, tmp_path: Path) -> None:
+    fleet = own_fleet
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        kept = await served(fleet, 5)
+        await recorded(fleet, kept)
+        shutil.copytree(servers.control.directory, tmp_path / "copy")
+        lost = await served(fleet, 7)
+        await recorded(fleet, lost)
+        await asyncio.to_thread(servers.control.stop)
+        _put_back(tmp_path / "copy", servers.control.directory)
+        await asyncio.to_thread(servers.control.start)
+        await recorded(fleet, kept | lost)
+    entries = [entry["request_id"] for entry in await fleet.entries()]
+    assert len(entries) == len(set(entries)) == 12
+
+
+async def test_what_a_router_that_died_had_handed_over_is_written_again_by_the_next(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    port = free_port()
+    fleet.url = f"http://127.0.0.1:{port}"
+    with router_process(fleet, port):
+        await wait_until(lambda: _healthy(fleet), timeout_s=20.0)
+        rows = await served(fleet, 5)
+        await recorded(fleet, rows)
+    await fleet.control.command("DEL", fleet.keys.rollouts)
+    async with fleet.router():
+        await recorded(fleet, rows)
+
+
+def _put_back(copy: Path, directory: Path) -> None:
+    shutil.rmtree(directory / "appendonlydir")
+    shutil.copytree(copy / "appendonlydir", directory / "appendonlydir")
+
+
+async def _healthy(fleet: Fleet) -> bool:
+    try:
+        return (await fleet.get("/health")).status == 200
+    except OSError:
+        return False

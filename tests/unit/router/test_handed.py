@@ -1,0 +1,126 @@
+"""What is kept of the rows that Redis has taken: nothing that it lost goes unnoticed, and the oldest give way."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from adaptersync.router.handed import Handed, Taken
+from adaptersync.router.spool import Spool
+
+CAPACITY = 16_384
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Spool:
+    return Spool.create(tmp_path / "one.spool", CAPACITY)
+
+
+def entry(number: int) -> str:
+    return f"{int(time.time() * 1000)}-{number}"
+
+
+def batch(*numbers: int) -> list[tuple[str, bytes]]:
+    return [(entry(number), b'{"row": %d}' % number) for number in numbers]
+
+
+def looked_up(handed: Handed, *, lost: set[int]) -> list[Taken]:
+    """Look up until nothing is unsure, in a stream that has lost some entries; what is to be written again."""
+    found = []
+    for _ in range(100):
+        asked = handed.questions()
+        found += handed.answered(asked, [int(each.entry.split("-")[1]) not in lost for each in asked])
+        if not handed.unsure:
+            break
+    return found
+
+
+def numbers(taken: list[Taken]) -> list[int]:
+    return [int(each.entry.split("-")[1]) for each in taken]
+
+
+def test_while_the_stream_has_the_newest_nothing_else_is_looked_up(ring: Spool) -> None:
+    handed = Handed(ring)
+    assert handed.questions() == []
+    handed.take(batch(1, 2, 3))
+    handed.take(batch(4, 5))
+    assert numbers(handed.questions()) == [3, 5]
+    assert looked_up(handed, lost={1}) == []
+
+
+def test_what_the_stream_lost_is_found_and_once_only(ring: Spool) -> None:
+    handed = Handed(ring)
+    handed.take(batch(1, 2))
+    handed.take(batch(3, 4))
+    assert numbers(looked_up(handed, lost={2, 3, 4})) == [2, 3, 4]
+    assert looked_up(handed, lost={2, 3, 4}) == []
+
+
+def test_a_loss_within_a_batch_shows_by_the_batch_before(ring: Spool) -> None:
+    handed = Handed(ring)
+    handed.take(batch(1, 2))
+    handed.take(batch(3, 4))  # emptied after 3 was written: 4 is there
+    assert numbers(looked_up(handed, lost={1, 2, 3})) == [1, 2, 3]
+
+
+def test_what_was_lost_and_written_again_may_be_lost_again(ring: Spool) -> None:
+    handed = Handed(ring)
+    handed.take(batch(1))
+    (lost,) = looked_up(handed, lost={1})
+    lost.record.done = True
+    handed.take(batch(2))  # the same row, in its new place
+    assert numbers(looked_up(handed, lost={1, 2})) == [2]
+
+
+def test_the_next_process_looks_everything_up(tmp_path: Path, ring: Spool) -> None:
+    handed = Handed(ring)
+    handed.take(batch(*range(1, 11)))
+    handed.close()
+    own, left = Spool.take(ring.path), Spool.create(tmp_path / "two.spool", CAPACITY)
+    assert own is not None
+    other = Handed(left)
+    other.take(batch(11))
+    found = looked_up(Handed(own, [left]), lost={9, 10, 11})
+    assert sorted(numbers(found)) == [9, 10, 11]
+    assert sorted(each.spool.payload(each.record).partition(b" ")[2] for each in found) == [
+        b'{"row": 10}',
+        b'{"row": 11}',
+        b'{"row": 9}',
+    ]
+
+
+def test_the_oldest_give_way_and_what_is_lost_does_not(ring: Spool) -> None:
+    handed = Handed(ring)
+    for number in range(1, 1001):
+        handed.take(batch(number))
+    assert ring.used <= CAPACITY
+    lost = looked_up(handed, lost=set(range(1, 2000)))
+    assert numbers(lost) == list(range(1001 - len(lost), 1001))
+    assert len(lost) > CAPACITY / 100
+    for number in range(1001, 2000):  # nothing else is kept while they wait
+        handed.take(batch(number))
+    assert [each.spool.payload(each.record).partition(b" ")[2] for each in lost] == [
+        b'{"row": %d}' % number for number in numbers(lost)
+    ]
+
+
+async def test_what_was_left_long_ago_is_removed(tmp_path: Path) -> None:
+    for name, at_ms in (("old", 1_000_000_000_000), ("young", int(time.time() * 1000))):
+        spool = Spool.create(tmp_path / f"{name}.spool", CAPACITY * 2)
+        Handed(spool).take([(f"{at_ms}-0", b"{}")])
+        spool._memory.close()
+        os.close(spool._file)
+    handed = await Handed.at(tmp_path, name="new", capacity=CAPACITY)
+    assert sorted(os.listdir(tmp_path)) == ["new.spool", "young.spool"]
+    assert len(handed.questions()) == 1
+    handed.close()
+
+
+async def test_without_room_nothing_is_kept(tmp_path: Path) -> None:
+    handed = await Handed.at(tmp_path / "kept", name="new", capacity=0)
+    handed.take(batch(1))
+    assert handed.questions() == []
+    assert os.listdir(tmp_path) == []

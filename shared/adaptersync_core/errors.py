@@ -6,7 +6,8 @@
     ├── AdapterInvalid       a directory is not an adapter the fleet can serve
     ├── StoreError           the artifact store could not be written or read
     │   ├── NameTaken        the name exists with other bytes; a name is never rewritten
-    │   └── ArtifactCorrupt  bytes differ from what the manifest says
+    │   ├── ArtifactCorrupt  bytes differ from what the manifest says
+    │   └── StagingFailed    this host's own disk failed, which says nothing of the version
     ├── ControlError         Redis said no, or could not be asked
     │   ├── ControlUnavailable
     │   ├── Forgotten        Redis stands at an older state than the caller's
@@ -18,8 +19,9 @@
     ├── PublicationFailed    a version did not become current
     └── Unroutable           the router cannot serve the name that was asked for
 
-Every error is one line: what happened, the ids it concerns, and what to do next. `retryable` says whether the
-same call may succeed later; `http_status` and `exit_code` are what a server and a command answer with.
+Every error is one line: what happened, the ids it concerns, and what to do next. `retryable` says whether the same
+call may succeed later, `own_fault` that this host is to blame and nothing it was given; `http_status` and `exit_code`
+are what a server and a command answer with.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class AdapterSyncError(Exception):
 
     code: ClassVar[str] = "error"
     retryable: ClassVar[bool] = False
+    own_fault: ClassVar[bool] = False
     http_status: ClassVar[int] = 500
     exit_code: ClassVar[int] = 1
 
@@ -78,8 +81,21 @@ class NameTaken(StoreError):
 
 
 class ArtifactCorrupt(StoreError):
+    """`short`: bytes are missing, and may be on their way yet."""
+
     code = "artifact-corrupt"
     exit_code = 65
+
+    def __init__(
+        self, reason: str, *, short: bool = False, next_step: str = "", **ids: str | int | float | None
+    ) -> None:
+        super().__init__(reason, next_step=next_step, **ids)
+        self.short = short
+
+
+class StagingFailed(StoreError):
+    code = "staging-failed"
+    own_fault = True
 
 
 class ControlError(AdapterSyncError):

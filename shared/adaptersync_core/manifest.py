@@ -84,6 +84,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     """The immutable description of one version; stored beside its files and under its own Redis key.
 
     `repeats` is the version that the same trainer published before this one, where that has the very same bytes.
+    `markers` is how many marker names were left for it in the store.
     """
 
     run: str
@@ -96,6 +97,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     step: int | None = None
     probe: Probe | None = None
     repeats: str = ""
+    markers: int = 0
     timings: dict[str, float] = {}
     format: int = 1
 

@@ -1,7 +1,8 @@
 """The artifact store: a directory tree in which a version appears whole or not at all, and never changes.
 
 Layout: `{root}/{run}/{adapter id}/` with the adapter's files and `manifest.json`. A version is written under a hidden
-name beside its place, flushed, and renamed. The store does not know who serves a version; it only keeps bytes.
+name beside its place, flushed, and renamed; then come its markers. The store does not know who serves a version; it
+only keeps bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from typing import BinaryIO, Protocol
 
 import msgspec
 
+from adaptersync_core import markers
 from adaptersync_core.errors import ArtifactCorrupt, NameInvalid, NameTaken, StoreError
 from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.manifest import CHUNK, MANIFEST_FILE, MANIFEST_LIMIT, FileEntry, Manifest, hash_file
 
 FILE_MODE = 0o644  # readable by the serving side whatever user it runs as; safetensors writes 0600
 DIRECTORY_MODE = 0o755
+STAGING_S = 86400.0  # a publication that began so long ago is not on its way any more
 
 
 class Reader(Protocol):
@@ -52,6 +55,14 @@ class ArtifactStore:
 
         NameTaken when the name exists with another manifest, ArtifactCorrupt when `source` changed since it was hashed.
         """
+        place = self._place(manifest, source)
+        try:
+            markers.leave(self.root, manifest)
+        except OSError as error:
+            raise self._failed(manifest, error) from error
+        return place
+
+    def _place(self, manifest: Manifest, source: Path) -> Path:
         place = self.directory(manifest.adapter_id)
         if place.exists():
             return self._same(manifest, place)
@@ -71,15 +82,34 @@ class ArtifactStore:
         except OSError as error:
             if place.exists():  # another process published the same name in between
                 return self._same(manifest, place)
-            raise StoreError(
-                f"version could not be stored: {error.strerror or error}",
-                next_step="check space and permissions of the store; nothing was published",
-                version=manifest.adapter_id,
-                store=str(self.root),
-            ) from error
+            raise self._failed(manifest, error) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         return place
+
+    def _failed(self, manifest: Manifest, error: OSError) -> StoreError:
+        return StoreError(
+            f"version could not be stored: {error.strerror or error}",
+            next_step="check space and permissions of the store; nothing was published",
+            version=manifest.adapter_id,
+            store=str(self.root),
+        )
+
+    def shows(self, marker: str) -> bool:
+        """Look at a marker, once and for all: a mount may remember that it was not there."""
+        with contextlib.suppress(OSError), self._reader.open(self.root / marker):
+            return True
+        return False
+
+    def tidy(self, run: str) -> None:
+        """Remove what nobody needs any more: old markers, and what a publisher of the run left when it was killed."""
+        now = markers.tidy(self.root)
+        with os.scandir(self.root / run) as entries:
+            for entry in entries:
+                if entry.name.startswith(".staging-"):
+                    with contextlib.suppress(FileNotFoundError):
+                        if now - entry.stat().st_mtime > STAGING_S:
+                            shutil.rmtree(entry.path, ignore_errors=True)
 
     def _same(self, manifest: Manifest, place: Path) -> Path:
         if self.read_manifest(manifest.adapter_id).files != manifest.files:
@@ -109,7 +139,7 @@ class ArtifactStore:
     def versions(self) -> Iterator[str]:
         """Adapter ids of all versions in the store, by run and sequence number."""
         with contextlib.suppress(FileNotFoundError):
-            for run in sorted(path for path in self.root.iterdir() if path.is_dir() and not path.name.startswith(".")):
+            for run in sorted(path for path in self.root.iterdir() if not path.name.startswith(".") and path.is_dir()):
                 yield from _versions_in(run)
 
     def highest(self, run: str) -> tuple[int, int]:
@@ -143,11 +173,14 @@ def verify_files(manifest: Manifest, directory: Path) -> None:
 
 
 def copy_verified(reader: Reader, source: Path, target: Path, expected: FileEntry, adapter_id: str) -> None:
-    """Copy one file and flush it; what was written is what the entry says, or ArtifactCorrupt."""
+    """Copy one file and flush it; what was written is what the entry says, or ArtifactCorrupt.
+
+    An OSError that names `source` is of reading; one that names something else or nothing is of writing.
+    """
     digest = hashlib.sha256()
     size = 0
     with reader.open(source) as incoming, target.open("wb") as outgoing:
-        while chunk := incoming.read(CHUNK):
+        while chunk := _read(incoming, source):
             size += len(chunk)
             if size > expected.size:
                 break
@@ -159,12 +192,20 @@ def copy_verified(reader: Reader, source: Path, target: Path, expected: FileEntr
     _check(expected, size, digest.hexdigest(), adapter_id)
 
 
+def _read(file: BinaryIO, path: Path) -> bytes:
+    try:
+        return file.read(CHUNK)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def _check(expected: FileEntry, size: int, sha256: str, adapter_id: str) -> None:
     if size != expected.size:
         raise ArtifactCorrupt(
             "file has the wrong size",
             version=adapter_id,
             file=expected.name,
+            short=size < expected.size,
             size=size,
             expected=expected.size,
         )

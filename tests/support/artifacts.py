@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+from msgspec.structs import replace
+
+from adaptersync_core import markers
 from adaptersync_core.manifest import FILES, Manifest, content_digest, hash_file, inspect
 from adaptersync_core.records import ReplicaReport
 from adaptersync_core.store import ArtifactStore
@@ -44,9 +48,13 @@ def manifest_of(
     )
 
 
-def stored(store: ArtifactStore, scratch: Path, *, run: str = "run", seq: int = 1, epoch: int = 1) -> Manifest:
-    """A version in the store, with bytes of its own for every (run, seq)."""
+def stored(
+    store: ArtifactStore, scratch: Path, *, run: str = "run", seq: int = 1, epoch: int = 1, marked: bool = False
+) -> Manifest:
+    """A version in the store, with bytes of its own for every (run, seq); `marked` as a publisher does it now."""
     source = small_adapter(scratch / f"{run}-{seq}", seed=seq)
     manifest = manifest_of(source, run=run, seq=seq, epoch=epoch)
+    if marked:
+        manifest = replace(manifest, markers=markers.COUNT, created_at=time.time())
     store.publish(manifest, source)
     return manifest

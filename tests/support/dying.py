@@ -15,12 +15,14 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from msgspec.structs import replace
+
 from adaptersync_core.store import ArtifactStore, verify_files
 from support.artifacts import manifest_of
 
 
 def main(root: str, source: str) -> None:
-    store, manifest = ArtifactStore(Path(root)), manifest_of(Path(source))
+    store, manifest = ArtifactStore(Path(root)), replace(manifest_of(Path(source)), markers=2)
     died = there = 0
     while True:
         child = os.fork()

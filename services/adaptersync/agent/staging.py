@@ -13,7 +13,8 @@ import shutil
 import time
 from pathlib import Path
 
-from adaptersync_core.errors import AdapterInvalid, ArtifactCorrupt, NameInvalid, StoreError
+from adaptersync_core import markers
+from adaptersync_core.errors import AdapterInvalid, ArtifactCorrupt, NameInvalid, StagingFailed, StoreError
 from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.lane import FastLane
 from adaptersync_core.manifest import Manifest, check_against_base, content_digest, inspect
@@ -21,7 +22,12 @@ from adaptersync_core.store import ArtifactStore, make_directory, verify_files, 
 
 FIRST_PAUSE_S = 0.05  # between looks at a mount that does not show a version yet; doubles up to LAST_PAUSE_S
 LAST_PAUSE_S = 1.0
+QUICK_LOOKS = 4  # at markers, before the pause has grown to its longest
+TRIED = 256  # versions of which is known how many markers were looked at
+CERTAIN_S = 3.0  # for which a whole file must go on being wrong before that is no longer an upload on its way
+DISK_S = 5.0  # how long a disk that failed may take to recover
 HALF_S = 3600.0  # after this a copy is not on its way any more
+OWN_DISK = "check space and health of the disk of agent.stage_path on this host"
 
 
 class Staging:
@@ -31,6 +37,7 @@ class Staging:
         self.root = root
         self._store = store
         self._lane = lane
+        self._tried: dict[str, int] = {}  # markers looked at, by version
 
     def path(self, adapter_id: str) -> Path:
         parse_adapter_id(adapter_id)  # nothing else may become part of a path
@@ -39,35 +46,71 @@ class Staging:
     async def bring(self, manifest: Manifest, *, timeout_s: float) -> dict[str, float]:
         """Have the version staged and verified; returns the seconds spent by phase.
 
-        StoreError when the store does not show it in `timeout_s`, ArtifactCorrupt when it shows something else. A mount
-        that shows too little at first (an upload on its way) is looked at again until then.
+        StoreError when the store does not show it in `timeout_s`, ArtifactCorrupt when it shows something else,
+        StagingFailed when this host's own disk does not take it. A mount that shows too little at first (an upload on
+        its way) is looked at again until then; one that goes on showing the same wrong bytes is taken at its word.
         """
         if content_digest(manifest.files) != manifest.digest:
             raise ArtifactCorrupt("version is named after other files than its manifest's", version=manifest.adapter_id)
         began = time.monotonic()
         pause = FIRST_PAUSE_S
-        contents = (
-            await self._lane.take(manifest) if self._lane and not self.path(manifest.adapter_id).is_dir() else None
-        )
+        place = self.path(manifest.adapter_id)
+        contents = await self._lane.take(manifest) if self._lane and not place.is_dir() else None
+        shown = False
+        wrong: tuple[dict[str, str | int | float], float] = ({}, began)
         while True:
+            if contents is None and not shown:
+                await self._shown(manifest, until=began + timeout_s)
+                shown = True
             try:
                 staged, verified = await asyncio.to_thread(self._stage, manifest, contents)
             except (OSError, ArtifactCorrupt) as error:
-                if time.monotonic() - began + pause > timeout_s:
+                now = time.monotonic()
+                own = isinstance(error, OSError) and self._own(error)
+                certain = False
+                if isinstance(error, ArtifactCorrupt) and contents is None:
+                    if error.ids != wrong[0]:
+                        wrong = error.ids, now
+                    certain = not error.short and now - wrong[1] >= CERTAIN_S
+                if certain or now - began + pause > (min(timeout_s, DISK_S) if own else timeout_s):
                     if isinstance(error, ArtifactCorrupt):
                         raise
-                    raise StoreError(
+                    raise (StagingFailed if own else StoreError)(
                         f"version could not be staged: {error.strerror or error}",
-                        next_step="check the mount of the store, and the space for staged files, on this host",
+                        next_step=OWN_DISK if own else "check the mount of the store on this host",
                         version=manifest.adapter_id,
                         file=Path(error.filename).name if error.filename else None,
-                        waited_s=round(time.monotonic() - began, 1),
+                        waited_s=round(now - began, 1),
                     ) from error
                 await asyncio.sleep(0 if contents else pause)
                 pause = min(pause * 2, LAST_PAUSE_S)
                 contents = None  # what the lane gave did not do; the store is the truth
             else:
+                self._tried.pop(manifest.adapter_id, None)
                 return {"staged_s": staged - began, "verified_s": verified - staged}
+
+    async def _shown(self, manifest: Manifest, *, until: float) -> None:
+        """Wait for a marker of the version, each looked at once: until then its own path must not be touched.
+
+        Returns all the same when no name is left or time is up: then a look at the path has nothing to lose.
+        """
+        left = markers.names(manifest)[self._tried.get(manifest.adapter_id, 0) :]
+        pause = FIRST_PAUSE_S
+        longest = max(markers.PAUSE_S, (until - time.monotonic()) / max(1, len(left) - QUICK_LOOKS))
+        for name in left:
+            if self.path(manifest.adapter_id).is_dir():
+                return  # by the agent of another replica on this host
+            self._tried[manifest.adapter_id] = self._tried.pop(manifest.adapter_id, 0) + 1
+            if len(self._tried) > TRIED:
+                self._tried.pop(next(iter(self._tried)))
+            if await asyncio.to_thread(self._store.shows, name) or time.monotonic() + pause > until:
+                return
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, longest)
+
+    def _own(self, error: OSError) -> bool:
+        """Whether it is of this host's disk: errors of reading name a file of the store."""
+        return error.filename is None or Path(error.filename).is_relative_to(self.root)
 
     def _stage(self, manifest: Manifest, contents: dict[str, bytes] | None) -> tuple[float, float]:
         """Copy what is not there yet and read all of it again; when each was done. What turns out bad is replaced."""
@@ -79,7 +122,12 @@ class Staging:
             verify_files(manifest, place)
         except ArtifactCorrupt:
             self._copy(manifest, replace=True)
-            verify_files(manifest, place)
+            try:
+                verify_files(manifest, place)
+            except ArtifactCorrupt as error:  # every byte was right on its way here
+                raise StagingFailed(
+                    f"what was written reads otherwise: {error.reason}", next_step=OWN_DISK, **error.ids
+                ) from error
         return staged, time.monotonic()
 
     def _copy(self, manifest: Manifest, contents: dict[str, bytes] | None = None, *, replace: bool = False) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import socket
 import tempfile
@@ -27,6 +28,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from adaptersync_core import markers
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, ConfigError, ControlUnavailable, Forgotten, PublicationFailed
@@ -42,6 +44,8 @@ from adaptersync_core.store import ArtifactStore
 INSIST_S = 30.0  # how long a call is repeated while Redis is away; every call is safe to repeat
 PAUSE_S = 0.2
 LOOK_S = 1.0  # how often outcomes are looked for when no event says so
+
+TIDY_S = 300.0  # how often leftovers in the store are looked for
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -123,6 +127,7 @@ class AdapterPublisher:
         self._watchers: list[Callable[[int], None]] = []
         self._publishing = threading.Lock()
         self._last: Manifest | None = None
+        self._tidied = -math.inf
         self._bell = Bell()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"publisher-{self.run}", daemon=True)
@@ -171,6 +176,7 @@ class AdapterPublisher:
                 shape=shape,
                 created_at=time.time(),
                 step=step,
+                markers=markers.COUNT,
                 repeats=self._last.adapter_id if self._last and self._last.digest == digest else "",
                 timings={**(timings or {}), "hashed_s": hashed - began},
             )
@@ -201,7 +207,17 @@ class AdapterPublisher:
         self._store.publish(publication.manifest, directory)
         self._call(self._lane.put(publication.manifest, self._store.directory(publication.adapter_id)))
         self._call(self._announce(publication))
+        self._tidy()
         return publication
+
+    def _tidy(self) -> None:
+        if time.monotonic() - self._tidied < TIDY_S:
+            return
+        self._tidied = time.monotonic()
+        try:
+            self._store.tidy(self.run)
+        except OSError as error:
+            log.warning("leftovers in the store were not removed: %s", error)
 
     def on_promoted(self, callback: Callable[[int], None]) -> None:
         """Call `callback(seq)` from this object's own thread whenever the run's current version changes."""

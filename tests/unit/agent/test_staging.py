@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 import time
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,7 +15,8 @@ from msgspec.structs import replace
 
 from adaptersync.agent import staging as staging_module
 from adaptersync.agent.staging import Staging
-from adaptersync_core.errors import AdapterInvalid, ArtifactCorrupt, NameInvalid, StoreError
+from adaptersync_core import markers
+from adaptersync_core.errors import AdapterInvalid, ArtifactCorrupt, NameInvalid, StagingFailed, StoreError
 from adaptersync_core.manifest import FILES, WEIGHTS_FILE, Manifest
 from adaptersync_core.store import ArtifactStore, Reader, verify_files
 from adaptersync_tools.simulator.store import LaggingView
@@ -99,6 +101,78 @@ async def test_a_mount_that_remembers_what_was_absent_is_outlasted(tmp_path: Pat
     assert 0.3 < phases["staged_s"] < 1.5
 
 
+async def test_markers_cost_a_mount_that_remembers_what_was_absent_no_more_than_its_delay(
+    tmp_path: Path, root: Path
+) -> None:
+    """The first version of a run: not even the run's directory was there before."""
+    view = LaggingView(root, visibility_delay_s=1.0, negative_ttl_s=3600)
+    manifest = stored(ArtifactStore(root), tmp_path, marked=True)
+    phases = await whole(staging_of(tmp_path, root, view), manifest)
+    assert 0.8 < phases["staged_s"] < 2.0
+    markers_looked_at = [path for path in view.looks if path.parent == root]
+    assert len(markers_looked_at) > 3
+    assert {view.looks[path] for path in markers_looked_at} == {1}
+
+
+async def test_without_markers_such_a_mount_stays_blind(tmp_path: Path, root: Path) -> None:
+    view = LaggingView(root, visibility_delay_s=0.2, negative_ttl_s=3600)
+    manifest = stored(ArtifactStore(root), tmp_path)
+    with pytest.raises(StoreError, match="No such file"):
+        await staging_of(tmp_path, root, view).bring(manifest, timeout_s=1.0)
+
+
+async def test_markers_that_are_gone_are_not_needed(tmp_path: Path, root: Path) -> None:
+    """As in a store that was copied without its hidden files: what was waited for in vain is then looked for itself."""
+    manifest = stored(ArtifactStore(root), tmp_path, marked=True)
+    for name in markers.names(manifest):
+        (root / name).unlink()
+    phases = await whole(staging_of(tmp_path, root), manifest, timeout_s=0.5)
+    assert phases["staged_s"] < 1.0
+
+
+async def test_an_old_version_is_not_waited_for_by_its_markers(tmp_path: Path, root: Path) -> None:
+    manifest = stored(ArtifactStore(root), tmp_path, marked=True)
+    view = LaggingView(root)
+    old = replace(manifest, created_at=time.time() - markers.TRUSTED_S - 1)
+    await whole(staging_of(tmp_path, root, view), old)
+    assert not [path for path in view.looks if path.parent == root]
+
+
+async def test_another_attempt_goes_on_with_names_that_were_never_tried(tmp_path: Path, root: Path) -> None:
+    view = LaggingView(root, visibility_delay_s=1.0, negative_ttl_s=3600)
+    manifest = stored(ArtifactStore(root), tmp_path, marked=True)
+    staging = staging_of(tmp_path, root, view)
+    attempt = asyncio.create_task(staging.bring(manifest, timeout_s=10))
+    await wait_until(lambda: len(view.looks) > 3)
+    attempt.cancel()
+    await asyncio.gather(attempt, return_exceptions=True)
+    await whole(staging, manifest)
+    assert {view.looks[path] for path in view.looks if path.parent == root} == {1}
+
+
+async def test_names_outlast_the_patience_of_an_agent(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever that is: pauses grow with it. No time passes here."""
+    monkeypatch.undo()
+    waited = [0.0]
+    began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began + waited[0])
+
+    async def sleep(pause: float) -> None:
+        waited[0] += pause
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    for timeout_s in (60.0, 300.0):
+        waited[0] = 0.0
+        view = LaggingView(root)
+        staging = staging_of(tmp_path, root, view)
+        manifest = replace(manifest_of(small_adapter(tmp_path / "a")), markers=markers.COUNT, created_at=time.time())
+        await staging._shown(manifest, until=began + timeout_s)
+        assert timeout_s - timeout_s / 50 <= waited[0] <= timeout_s
+        assert set(view.looks.values()) == {1}
+
+
 async def test_a_version_that_never_shows_up_is_given_up_in_time_and_named(tmp_path: Path, root: Path) -> None:
     manifest = manifest_of(small_adapter(tmp_path / "a"))
     staging = staging_of(tmp_path, root)
@@ -120,6 +194,42 @@ async def test_an_upload_on_its_way_is_waited_for(tmp_path: Path, root: Path, na
     staging = staging_of(tmp_path, root, view)
     work = asyncio.create_task(whole(staging, manifest))
     await wait_until(lambda: view.looks[path] > 2)
+    view.heal(path)
+    await work
+
+
+async def test_a_whole_file_that_stays_wrong_is_refused_long_before_the_deadline(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging_module, "CERTAIN_S", 0.2)
+    manifest = stored(ArtifactStore(root), tmp_path)
+    view = LaggingView(root)
+    view.corrupt(ArtifactStore(root).directory(manifest.adapter_id) / WEIGHTS_FILE, 7)
+    before = time.monotonic()
+    with pytest.raises(ArtifactCorrupt, match="wrong bytes") as refusal:
+        await staging_of(tmp_path, root, view).bring(manifest, timeout_s=8)
+    assert 0.2 <= time.monotonic() - before < 5
+    assert refusal.value.ids["file"] == WEIGHTS_FILE
+
+
+@pytest.mark.parametrize("arrives", ["in pieces", "at its full size first"])
+async def test_an_upload_that_takes_longer_than_that_is_waited_for(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, arrives: str
+) -> None:
+    """Short, or whole with bytes that go on changing: both are on their way."""
+    monkeypatch.setattr(staging_module, "CERTAIN_S", 0.2)
+    manifest = stored(ArtifactStore(root), tmp_path)
+    view = LaggingView(root)
+    path = ArtifactStore(root).directory(manifest.adapter_id) / WEIGHTS_FILE
+    work = asyncio.create_task(whole(staging_of(tmp_path, root, view), manifest))
+    view.tear(path, 10)
+    for offset in range(12):
+        if arrives == "at its full size first":
+            view.heal(path)
+            view.corrupt(path, offset)
+        looks = view.looks[path]
+        await wait_until(lambda looks=looks: view.looks[path] > looks + 1 or work.done())  # type: ignore[misc]
+    assert not work.done()
     view.heal(path)
     await work
 
@@ -214,8 +324,45 @@ async def test_a_disk_that_is_full_is_a_reason(tmp_path: Path, root: Path, monke
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StoreError, match="No space left on device"):
-        await staging_of(tmp_path, root).bring(manifest, timeout_s=0.1)
+    monkeypatch.setattr(staging_module, "DISK_S", 0.1)
+    with pytest.raises(StagingFailed, match="No space left on device") as refusal:
+        await staging_of(tmp_path, root).bring(manifest, timeout_s=60)
+    assert refusal.value.own_fault
+    assert "agent.stage_path" in refusal.value.next_step
+
+
+class Unreadable(BytesIO):
+    def read(self, size: int | None = -1) -> bytes:
+        raise OSError(5, os.strerror(5))
+
+
+class Broken:
+    """A mount that opens files and cannot read them."""
+
+    def open(self, path: Path) -> BinaryIO:
+        return Unreadable()
+
+
+async def test_a_mount_that_cannot_be_read_is_not_this_hosts_disk(tmp_path: Path, root: Path) -> None:
+    manifest = stored(ArtifactStore(root), tmp_path)
+    with pytest.raises(StoreError, match="Input/output error") as refusal:
+        await staging_of(tmp_path, root, Broken()).bring(manifest, timeout_s=0.1)
+    assert not refusal.value.own_fault
+    assert "mount" in refusal.value.next_step
+
+
+async def test_a_disk_that_does_not_give_back_what_was_written_is_at_fault_itself(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = stored(ArtifactStore(root), tmp_path)
+
+    def lies(manifest: Manifest, directory: Path) -> None:
+        raise ArtifactCorrupt("file has the wrong bytes", version=manifest.adapter_id, file=WEIGHTS_FILE)
+
+    monkeypatch.setattr(staging_module, "verify_files", lies)
+    with pytest.raises(StagingFailed, match="reads otherwise: file has the wrong bytes") as refusal:
+        await staging_of(tmp_path, root).bring(manifest, timeout_s=60)
+    assert refusal.value.own_fault
 
 
 async def test_a_staged_version_is_checked_against_manifest_engine_and_base(tmp_path: Path, root: Path) -> None:

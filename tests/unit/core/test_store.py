@@ -18,6 +18,7 @@ from typing import BinaryIO
 import msgspec
 import pytest
 
+from adaptersync_core import markers
 from adaptersync_core import store as store_module
 from adaptersync_core.errors import ArtifactCorrupt, NameInvalid, NameTaken, StoreError
 from adaptersync_core.manifest import CONFIG_FILE, FILES, MANIFEST_FILE, WEIGHTS_FILE, Manifest
@@ -60,6 +61,43 @@ def test_a_repeat_changes_nothing(store: ArtifactStore, source: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in store.root.rglob("*")}
     assert store.publish(manifest, source) == place
     assert {path: path.stat().st_mtime_ns for path in store.root.rglob("*")} == before
+
+
+def test_markers_follow_the_version_and_a_repeat_leaves_them(store: ArtifactStore, tmp_path: Path) -> None:
+    manifest = stored(store, tmp_path, marked=True)
+    names = [store.root / name for name in markers.names(manifest)]
+    assert len(set(names)) == markers.COUNT
+    place = store.directory(manifest.adapter_id)
+    for name in names:
+        assert name.read_text().strip() == manifest.adapter_id
+        assert name.stat().st_mode & 0o444 == 0o444
+        assert name.stat().st_ctime_ns >= place.stat().st_ctime_ns
+    before = {path: path.stat().st_mtime_ns for path in store.root.rglob("*")}
+    names[3].unlink()  # as where the publisher was killed
+    stored(store, tmp_path, marked=True)
+    after = {path: path.stat().st_mtime_ns for path in store.root.rglob("*")}
+    assert after.keys() == before.keys()
+    assert {path for path in before if before[path] != after[path]} <= {names[3]}
+    assert list(store.versions()) == [manifest.adapter_id]
+
+
+def test_old_markers_and_what_killed_publishers_left_are_removed(store: ArtifactStore, tmp_path: Path) -> None:
+    old, late, new = (stored(store, tmp_path, seq=seq, marked=True) for seq in (1, 2, 3))
+    dead, alive = (store.root / "run" / f".staging-run-v{seq}-0123456789ab-00000000" for seq in (4, 5))
+    for path in (dead, alive):
+        path.mkdir()
+        (path / WEIGHTS_FILE).write_bytes(b"half")
+    now = (store.root / markers.names(new)[0]).stat().st_mtime
+    aged = [(store.root / name, markers.KEPT_S + 1) for name in markers.names(old)]
+    aged += [(store.root / name, markers.KEPT_S - 30) for name in markers.names(late)]
+    aged += [(dead, store_module.STAGING_S + 1), (alive, store_module.STAGING_S - 30)]
+    for path, age_s in aged:
+        os.utime(path, (now - age_s,) * 2)
+    store.tidy("run")
+    left = {path.name for path in store.root.iterdir()}
+    assert left == {"run", *markers.names(late), *markers.names(new)}
+    ids = {one.adapter_id for one in (old, late, new)}
+    assert {path.name for path in (store.root / "run").iterdir()} == {*ids, alive.name}
 
 
 def test_a_name_is_never_rewritten(store: ArtifactStore, source: Path, tmp_path: Path) -> None:

@@ -28,12 +28,13 @@ class View(Reader, Protocol):
 class LaggingView:
     """A view of `root` in which
 
-    - a directory that came into being after the view did shows up `visibility_delay_s` later,
-    - a look at something absent is remembered: it stays absent for `negative_ttl_s` from that first look, with
-      all that is under it (a listing does not ask by name, so it is not deceived),
+    - a file or directory that came into being after the view did shows up `visibility_delay_s` later,
+    - a look at something absent is remembered, by the first name of its path that is missing: it stays absent for
+      `negative_ttl_s` from that first look, with all that is under it (a listing does not ask by name, so it is not
+      deceived),
     - files named to `tear` are short and files named to `corrupt` have a wrong byte, until `heal`.
 
-    `clock` is wall time, because the age of a directory is. `looks` counts what was asked by name.
+    `clock` is wall time, because the age of a file is. `looks` counts what was asked by name.
     """
 
     def __init__(
@@ -49,7 +50,9 @@ class LaggingView:
         self._delay_s = visibility_delay_s
         self._ttl_s = negative_ttl_s
         self._clock = clock
-        self._born: dict[Path, float] = {Path(directory): 0.0 for directory, _, _ in os.walk(root)}
+        self._born: dict[Path, float] = {
+            Path(directory, name): 0.0 for directory, _, files in os.walk(root) for name in ("", *files)
+        }
         self._absent_until: dict[Path, float] = {}
         self._torn: dict[Path, int] = {}
         self._corrupt: dict[Path, int] = {}
@@ -101,8 +104,10 @@ class LaggingView:
         return True
 
     def _visible(self, path: Path) -> bool:
-        if not path.is_dir():
-            return path.exists()
-        # A directory's change time moves when something is put into it, so the first one seen is kept.
-        born = self._born.setdefault(path, path.stat().st_ctime)
+        try:
+            changed = path.stat().st_ctime
+        except OSError:
+            return False
+        # Change time moves with every write, and a directory's with what is put into it, so the first one seen is kept.
+        born = self._born.setdefault(path, changed)
         return self._clock() >= born + self._delay_s

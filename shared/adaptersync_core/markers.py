@@ -1,0 +1,72 @@
+"""Marker names: how a mount is asked whether it shows a version yet without being blinded by the question.
+
+Many network mounts remember a name that they did not find, for half a minute and with all that is under it. So a path
+must not be looked at before it is there, and only a look can tell. The publisher therefore leaves many names for the
+one answer, tiny files in the root of the store (a directory that every mount has), written after the version is in its
+place. An agent looks at each name once; the first that it finds says that the version may be looked at, too. It is a
+hint: bytes are believed for what they are, and a version whose names are used up or gone is looked for directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from adaptersync_core.manifest import Manifest
+
+COUNT = 88  # names of one version: with the pauses of an agent they last a little over a minute
+PAUSE_S = 0.75  # the longest between two looks, unless a longer wait is to be covered
+KEPT_S = 600.0  # how much older than the newest a marker may be before a publisher removes it
+TRUSTED_S = 300.0  # how old a version may be, by its manifest, for its markers to be looked for: well below KEPT_S
+AT_ONCE = 16  # files written or removed at a time: on an object store each is a request of its own
+_PREFIX = ".visible-"
+
+
+def names(manifest: Manifest) -> list[str]:
+    """What to look at in the root of the store, in this order; nothing for a version that has no markers any more."""
+    if time.time() - manifest.created_at > TRUSTED_S:
+        return []
+    return _names(manifest)
+
+
+def leave(root: Path, manifest: Manifest) -> None:
+    """Write a version's markers; those that are there stay as they are. Nothing is flushed: they are for a minute."""
+    content = f"{manifest.adapter_id}\n".encode()
+
+    def write(name: str) -> None:
+        with contextlib.suppress(FileExistsError), (root / name).open("xb") as file:
+            os.fchmod(file.fileno(), 0o644)
+            file.write(content)
+
+    _each(write, _names(manifest))
+
+
+def tidy(root: Path) -> float:
+    """Remove the markers of older versions, of whatever run; returns the newest one's time, by the clock of the disk.
+
+    Ages are differences of the disk's own times, so that no other host's clock matters.
+    """
+    written = {}
+    with os.scandir(root) as entries:
+        for entry in entries:
+            if entry.name.startswith(_PREFIX):
+                with contextlib.suppress(FileNotFoundError):
+                    written[entry.name] = entry.stat().st_mtime
+    newest = max(written.values(), default=time.time())
+    old = [name for name, at in written.items() if newest - at > KEPT_S]
+    _each(lambda name: (root / name).unlink(missing_ok=True), old)
+    return newest
+
+
+def _names(manifest: Manifest) -> list[str]:
+    return [f"{_PREFIX}{manifest.adapter_id}-{number:03d}" for number in range(min(manifest.markers, COUNT))]
+
+
+def _each(work: Callable[[str], None], over: list[str]) -> None:
+    if over:
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            list(threads.map(work, over))

@@ -33,8 +33,9 @@ class Row(Struct, frozen=True, kw_only=True, omit_defaults=True):
     `outcome`: ok; refused (by us or by the replica, see `status`); upstream_error; client_gone; stopped (by us);
     router_error; open; unknown. `first_byte_s` counts from sending to the replica. `started_at` is the router's wall
     clock. `voided`: the version was found bad, while it ran or later. `gated`: asked with the gate's own credentials.
-    `substituted` is the name that the version stands for, when it is another's. A row may be without what came after
-    it was opened.
+    `substituted` is the name that the version stands for, when it is another's. `tried` are replicas that were asked
+    before `replica`, each with why it did not do, when `attempts` are several. A row may be without what came after it
+    was opened.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class Row(Struct, frozen=True, kw_only=True, omit_defaults=True):
     routing: str = ""
     owned_blocks: int | None = None
     attempts: int = 0
+    tried: str = ""
     hold_s: float | None = None
     route_s: float | None = None
     first_byte_s: float | None = None

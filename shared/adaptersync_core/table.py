@@ -41,7 +41,10 @@ class LiveVersion(Struct, frozen=True, kw_only=True):
 
 
 class Member(Struct, frozen=True, kw_only=True):
-    """One replica as the coordinator sees it; `reason` says why it is in that state."""
+    """One replica as the coordinator sees it; `reason` says why it is in that state.
+
+    `silent` is set on an ejected one of which nothing was heard: what is in flight there may never be answered.
+    """
 
     state: MemberState
     url: str
@@ -49,6 +52,7 @@ class Member(Struct, frozen=True, kw_only=True):
     since: float
     block_size: int
     reason: str = ""
+    silent: bool = False
 
 
 class RunEntry(Struct, frozen=True, kw_only=True):

@@ -44,8 +44,12 @@ def make_table(
     min_ready: int = 1,
     runs: Mapping[str, str | None] | None = None,
     voided: Collection[str] = (),
+    members: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Table:
-    """`versions` by state, `urls` by replica (all ready); each run's current is its version in that state."""
+    """`versions` by state, `urls` by replica; each run's current is its version in that state.
+
+    Replicas are ready and in their first life, but for what `members` says of them.
+    """
     current: dict[str, str | None] = {}
     for name, state in versions.items():
         run = parse_adapter_id(name).run
@@ -62,7 +66,10 @@ def make_table(
             for name, state in versions.items()
         },
         members={
-            name: Member(state="ready", url=url, engine_epoch=f"{name}-life-1", since=1.0, block_size=block_size)
+            name: replace(
+                Member(state="ready", url=url, engine_epoch=f"{name}-life-1", since=1.0, block_size=block_size),
+                **(members or {}).get(name, {}),
+            )
             for name, url in urls.items()
         },
     )

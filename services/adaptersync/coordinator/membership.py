@@ -122,7 +122,7 @@ def _silent(draft: Draft, config: Config, name: str, member: Member, age_s: floa
     if member.state == "ready":
         # one that became ready a moment ago, or that Redis lost a moment ago, has time to speak
         if draft.now - member.since > config.coordinator.alive_s and can_spare(draft, config, 1):
-            draft.member(name, "ejected", f"silent: {said}", member)
+            draft.member(name, "ejected", f"silent: {said}", replace(member, silent=True))
     elif member.state != "ejected" or age_s is None:
         draft.gone(name, said)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector, web
 
 from adaptersync.router.admission import Admission
+from adaptersync.router.attempts import Attempts
 from adaptersync.router.fates import Fates
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
@@ -94,7 +95,7 @@ async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[
     ownership = Ownership(
         cache, keys, router=name, spill=settings.spill, blocks_per_version=settings.blocks_per_version
     )
-    outages, metrics = Outages(), Metrics()
+    attempts, outages, metrics = Attempts(), Outages(), Metrics()
     ledger = await Ledger.at(
         rows,
         keys.rollouts,
@@ -110,6 +111,7 @@ async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[
         view=view,
         admission=admission,
         ownership=ownership,
+        attempts=attempts,
         outages=outages,
         ledger=ledger,
         metrics=metrics,
@@ -157,7 +159,7 @@ async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[
             _work(
                 view.follow(bell),
                 ring_on_events(bell, config.redis.control_url, keys.events, name=name),
-                _renew(view, outages),
+                _renew(view, attempts, outages),
                 ownership.beat(),
                 ownership.tell_ends(),
                 ledger.write(),
@@ -191,7 +193,8 @@ async def _work(*loops: Coroutine[Any, Any, None]) -> None:
             group.create_task(loop)
 
 
-async def _renew(view: TableView, outages: Outages) -> None:
+async def _renew(view: TableView, attempts: Attempts, outages: Outages) -> None:
     while True:
         if await view.change(60.0):
             outages.renew()
+            attempts.look(view.table)

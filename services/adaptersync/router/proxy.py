@@ -28,6 +28,7 @@ from msgspec import Raw, Struct
 
 from adaptersync.router.admission import Admission
 from adaptersync.router.answers import refusal
+from adaptersync.router.attempts import Attempt, Attempts
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
@@ -76,6 +77,7 @@ class _Call:
         "reason",
         "recorded",
         "request_id",
+        "response",
         "route_s",
         "sent",
         "started",
@@ -83,6 +85,7 @@ class _Call:
         "status",
         "substituted",
         "target",
+        "tried",
         "usage",
         "voided",
     )
@@ -103,9 +106,11 @@ class _Call:
         self.engine_epoch = ""
         self.generation = 0
         self.attempts = 0
+        self.tried: list[str] = []
         self.hold_s: float | None = None
         self.route_s: float | None = None
         self.first_byte_s: float | None = None
+        self.response: web.StreamResponse | None = None  # once the client has received some of it
         self.usage: Usage = NO_USAGE
         self.outcome = "ok"
         self.status = 0
@@ -141,6 +146,7 @@ class _Call:
             routing=choice.outcome if choice else "",
             owned_blocks=choice.owned if choice else None,
             attempts=self.attempts,
+            tried=", ".join(self.tried),
             hold_s=self.hold_s,
             route_s=self.route_s,
             first_byte_s=self.first_byte_s,
@@ -175,6 +181,7 @@ class Proxy:
         view: TableView,
         admission: Admission,
         ownership: Ownership,
+        attempts: Attempts,
         outages: Outages,
         ledger: Ledger,
         metrics: Metrics,
@@ -185,6 +192,7 @@ class Proxy:
         self._view = view
         self._admission = admission
         self._ownership = ownership
+        self._attempts = attempts
         self._outages = outages
         self._ledger = ledger
         self._metrics = metrics
@@ -300,6 +308,7 @@ class Proxy:
             finally:
                 self._ownership.release(choice)
             tried.add(choice.replica)
+            call.tried.append(f"{choice.replica} {failure.kind}")
             self._metrics.retries.labels(failure.kind).inc()
         if failure is None:
             raise Unroutable("no replica is ready for this", status=503, retry_after_s=RETRY_S, version=target.model)
@@ -319,16 +328,20 @@ class Proxy:
     ) -> web.StreamResponse:
         """One attempt; _Elsewhere when another replica may do better and the client has received nothing."""
         member = self._view.table.members.get(replica)
-        if member is None:
+        if member is None or member.state != "ready":
             raise _Elsewhere("gone", "replica left while it was chosen")
         call.engine_epoch = member.engine_epoch
         if call.recorded:
             self._record(call)
         sent_at = time.monotonic()
+        attempt = self._attempts.at(replica, member.engine_epoch)
         try:
-            async with self._session.post(
-                member.url.rstrip("/") + request.path_qs, data=payload(body), headers=sent
-            ) as answer:
+            async with (
+                attempt,
+                self._session.post(
+                    member.url.rstrip("/") + request.path_qs, data=payload(body), headers=sent
+                ) as answer,
+            ):
                 call.first_byte_s = time.monotonic() - sent_at
                 call.status = answer.status
                 self._outages.reached(replica)
@@ -336,7 +349,7 @@ class Proxy:
                     raise _Elsewhere(f"status_{answer.status}", f"replica answered {answer.status}")
                 length = answer.content_length
                 if answer.status == 200 and (length is None or length > WHOLE_BYTES):
-                    return await self._stream(request, call, answer)
+                    return await self._stream(request, call, attempt, answer)
                 whole = await read_whole(answer, WHOLE_BYTES)
                 if answer.status == 404 and target.run and target.model.encode() in whole:
                     self._outages.missing(replica, target.model, time.monotonic())
@@ -347,6 +360,14 @@ class Proxy:
                 passed = answer_headers(answer, call.headers())
                 return web.Response(status=answer.status, body=whole, headers=passed)
         except (ClientError, TimeoutError, OSError) as error:
+            if call.response is not None:
+                # the client's connection is cut: it must not take what it has for all of it
+                call.outcome, call.reason = "upstream_error", attempt.lost or _said(error)
+                if request.transport is not None:
+                    request.transport.close()
+                return call.response
+            if attempt.lost:
+                raise _Elsewhere("silent", attempt.lost) from error
             if isinstance(error, TimeoutError) and not isinstance(error, ConnectionTimeoutError):
                 call.outcome = "upstream_error"
                 raise Unroutable(
@@ -355,27 +376,29 @@ class Proxy:
             self._outages.unreachable(replica, time.monotonic())
             raise _Elsewhere("unreachable", f"replica cannot be reached: {_said(error)}") from error
 
-    async def _stream(self, request: web.Request, call: _Call, answer: ClientResponse) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, call: _Call, attempt: Attempt, answer: ClientResponse
+    ) -> web.StreamResponse:
         """Pass chunks on as they come; only the tail is remembered, for the token counts.
 
-        When the replica fails half-way the client's connection is cut: it must not take what it has for all of it.
+        A replica that queues a stream has said 200: the client is told nothing before there is something of it.
         """
+        chunk = await answer.content.readany()
         self._look_for_void(call)
         response = web.StreamResponse(status=answer.status, headers=answer_headers(answer, call.headers()))
         response.content_length = answer.content_length
         tail = b""
         try:
+            call.response = response
             await response.prepare(request)
-            async for chunk in answer.content.iter_any():
+            while chunk:
+                attempt.moved()
                 await response.write(chunk)
                 tail = (tail + chunk)[-TAIL_BYTES:]
+                chunk = await answer.content.readany()
             await response.write_eof()
         except ClientConnectionResetError:  # only writing raises this
             call.outcome, call.status = "client_gone", CLIENT_GONE
-        except (ClientError, TimeoutError, OSError) as error:
-            call.outcome, call.reason = "upstream_error", _said(error)
-            if request.transport is not None:
-                request.transport.close()
         else:
             self._answered(call, tail)
         return response

@@ -84,14 +84,16 @@ async def test_a_stream_is_passed_on_chunk_by_chunk(fleet: Fleet) -> None:
         replica.chunk_gate = asyncio.Semaphore(0)
     async with fleet.router() as url:
         body = {"model": "run-a", "prompt": [1], "stream": True}
+        for replica in fleet.replicas.values():
+            replica.chunk_gate.release()
         async with fleet.session.post(url + "/v1/chat/completions", json=body) as answer:
             assert answer.status == 200
             assert answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
             received = []
             for _ in chunks:  # the next one is sent only after this one has arrived
+                received.append(await asyncio.wait_for(answer.content.readany(), timeout=5.0))
                 for replica in fleet.replicas.values():
                     replica.chunk_gate.release()
-                received.append(await asyncio.wait_for(answer.content.readany(), timeout=5.0))
             assert received == chunks
             assert await answer.content.read() == b""
         (row,) = await fleet.rows(1)

@@ -27,6 +27,7 @@ def test_one_of_three_refusing_is_its_own_fault() -> None:
     assert members(world) == {"r1": "ready", "r2": "ejected", "r3": "ready"}
     assert states(world) == {V[1]: "current"}
     assert world.table.members["r2"].reason == f"refused {V[1]}: no"
+    assert not world.table.members["r2"].silent  # it answers
 
 
 def test_two_of_three_refusing_is_the_versions_fault_before_the_third_has_spoken() -> None:
@@ -89,6 +90,7 @@ def test_a_replica_without_a_heartbeat_is_ejected_and_the_others_go_on() -> None
     world = after(ready(replicas=3), "publish run1", "coordinate", "silence r2", "later 6", "settle")
     assert members(world) == {"r1": "ready", "r2": "ejected", "r3": "ready"}
     assert "silent: no heartbeat for 6" in world.table.members["r2"].reason
+    assert [name for name, member in world.table.members.items() if member.silent] == ["r2"]
     assert states(world) == {V[1]: "current"}
 
 

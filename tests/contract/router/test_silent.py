@@ -1,0 +1,185 @@
+"""Requests at a replica of which the table says that it does not answer, or no longer is what was asked."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import pytest
+
+from adaptersync.router import attempts
+from support.router_fleet import V1, V2, Answer, Fleet
+from support.upstreams import Upstream
+from support.wait import wait_until
+
+SILENT = {"state": "ejected", "reason": "silent: no heartbeat for 3.1 s", "silent": True}
+LONG = list(range(64))  # four blocks: whoever had it first is asked again
+
+
+async def _asked(fleet: Fleet, **fields: Any) -> tuple[asyncio.Task[Answer], Upstream, Upstream]:
+    """A request that waits at one replica, which one it is, and which one it is not."""
+    for replica in fleet.replicas.values():
+        replica.gate.clear()
+    asking = asyncio.create_task(fleet.complete("run-a", LONG, **fields))
+    await wait_until(lambda: sum(replica.in_flight for replica in fleet.replicas.values()) == 1)
+    one, other = sorted(fleet.replicas.values(), key=lambda replica: -replica.in_flight)
+    other.gate.set()
+    return asking, one, other
+
+
+@pytest.mark.parametrize(
+    "change", [SILENT, {"state": "joining", "engine_epoch": "another life"}], ids=["silent", "restarted"]
+)
+async def test_what_waits_at_a_replica_that_will_not_answer_is_sent_elsewhere(
+    fleet: Fleet, change: dict[str, Any]
+) -> None:
+    """Under the version it was admitted for, although another is current by now."""
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        asking, silent, other = await _asked(fleet)
+        await fleet.table({V1: "retained", V2: "current"}, members={silent.name: change})
+        answer = await asyncio.wait_for(asking, 5)
+        assert (answer.status, answer.json["model"]) == (200, V1)
+        assert answer.headers["x-adaptersync-version"] == V1
+        assert answer.headers["x-adaptersync-replica"] == other.name
+        await wait_until(lambda: silent.aborted == 1)
+        (row,) = await fleet.rows(1)
+        assert (row["outcome"], row["version"], row["replica"]) == ("ok", V1, other.name)
+        assert (row["attempts"], row["tried"]) == ("2", f"{silent.name} silent")
+        assert row["engine_epoch"] == f"{other.name}-life-1"
+        assert 'retries_total{reason="silent"} 1.0' in (await fleet.get("/metrics")).body.decode()
+        await wait_until(lambda: _idle(fleet))
+
+
+@pytest.mark.parametrize(
+    ("versions", "change"),
+    [
+        ({V1: "current"}, {"state": "draining", "reason": "asked by its agent"}),
+        ({V1: "current"}, {"state": "ejected", "reason": "refused something"}),
+        ({V1: "retiring", V2: "current"}, {}),
+        ({V1: "current"}, None),
+    ],
+    ids=["draining", "ejected for a refusal", "version retires", "drained and gone"],
+)
+async def test_what_will_be_answered_is_left_alone(
+    fleet: Fleet, versions: dict[str, Any], change: dict[str, Any] | None
+) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        asking, busy, other = await _asked(fleet)
+        if change is None:
+            await fleet.table(versions, members={busy.name: {"state": "draining"}})
+            await fleet.table(versions, urls={other.name: other.url})
+        else:
+            await fleet.table(versions, members={busy.name: change})
+        busy.gate.set()
+        answer = await asking
+        assert (answer.status, answer.headers["x-adaptersync-replica"]) == (200, busy.name)
+        assert (len(busy.seen), len(other.seen)) == (1, 0)
+        (row,) = await fleet.rows(1)
+        assert (row["attempts"], row.get("tried")) == ("1", None)
+
+
+async def test_with_nobody_else_the_client_hears_why(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        asking, _, _ = await _asked(fleet)
+        await fleet.table({V1: "current"}, members=dict.fromkeys(fleet.replicas, SILENT))
+        answer = await asyncio.wait_for(asking, 5)
+        assert (answer.status, "no heartbeat for 3.1 s" in answer.message) == (503, True)
+        assert "Retry-After" in answer.headers
+        (row,) = await fleet.rows(1)
+        assert (row["outcome"], row["attempts"]) == ("upstream_error", "1")
+
+
+async def test_replicas_that_fall_silent_one_after_another_are_each_asked_once(fleet: Fleet) -> None:
+    """Although those before are back by then."""
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.gate.clear()
+    async with fleet.router():
+        asking = asyncio.create_task(fleet.complete(V1))
+        for _ in fleet.replicas:
+            await wait_until(lambda: any(replica.in_flight for replica in fleet.replicas.values()))
+            (busy,) = [replica for replica in fleet.replicas.values() if replica.in_flight]
+            await fleet.table({V1: "current"}, members={busy.name: SILENT})
+            await wait_until(lambda: not busy.in_flight)  # noqa: B023
+        answer = await asyncio.wait_for(asking, 5)
+        assert answer.status == 503
+        assert [len(replica.seen) for replica in fleet.replicas.values()] == [1, 1]
+
+
+# streams
+
+
+async def _stream(fleet: Fleet, url: str) -> aiohttp.ClientResponse:
+    return await fleet.session.post(url + "/v1/completions", json={"model": V1, "prompt": [1], "stream": True})
+
+
+async def _begun(fleet: Fleet, url: str) -> tuple[aiohttp.ClientResponse, Upstream]:
+    """A stream of which one chunk has been let go, and who sends it."""
+    for replica in fleet.replicas.values():
+        replica.chunk_gate = asyncio.Semaphore(1)
+    answer = await _stream(fleet, url)
+    (sender,) = [replica for replica in fleet.replicas.values() if replica.seen]
+    return answer, sender
+
+
+async def test_a_stream_that_has_not_begun_is_sent_elsewhere(fleet: Fleet) -> None:
+    """A replica says 200 before it has anything to say."""
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.chunk_gate = asyncio.Semaphore(0)
+    async with fleet.router() as url:
+        asking = asyncio.create_task(_stream(fleet, url))
+        await wait_until(lambda: sum(replica.in_flight for replica in fleet.replicas.values()) == 1)
+        silent, other = sorted(fleet.replicas.values(), key=lambda replica: -replica.in_flight)
+        other.chunk_gate = asyncio.Semaphore(1000)
+        await fleet.table({V1: "current"}, members={silent.name: SILENT})
+        answer = await asyncio.wait_for(asking, 5)
+        assert answer.headers["x-adaptersync-replica"] == other.name
+        assert (await answer.content.read()).endswith(b"data: [DONE]\n\n")
+        (row,) = await fleet.rows(1)
+        assert (row["outcome"], row["tried"]) == ("ok", f"{silent.name} silent")
+
+
+async def test_a_stream_that_began_and_stands_still_ends_with_an_error(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "STILL_S", 0.1)
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router() as url:
+        answer, silent = await _begun(fleet, url)
+        async with answer:
+            assert await answer.content.readany() == b"data: one\n\n"
+            await fleet.table({V1: "current"}, members={silent.name: SILENT})
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await asyncio.wait_for(answer.content.read(), 5)
+        (row,) = await fleet.rows(1)
+        assert (row["outcome"], row["attempts"], row["replica"]) == ("upstream_error", "1", silent.name)
+        assert row["reason"] == f"{silent.name}: silent: no heartbeat for 3.1 s"
+        assert sum(len(replica.seen) for replica in fleet.replicas.values()) == 1
+
+
+async def test_a_stream_that_goes_on_is_left_alone(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the agent of its replica is dead."""
+    monkeypatch.setattr(attempts, "STILL_S", 1.0)
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.chunks = [b"data: %d\n\n" % number for number in range(8)]
+    async with fleet.router() as url:
+        answer, alive = await _begun(fleet, url)
+        assert await answer.content.readany() == b"data: 0\n\n"
+        await fleet.table({V1: "current"}, members={alive.name: SILENT})
+        for number in range(1, 8):  # longer than it may stand still, all in all
+            await asyncio.sleep(0.25)
+            alive.chunk_gate.release()
+            assert await answer.content.readany() == b"data: %d\n\n" % number
+        assert await answer.content.read() == b""
+        (row,) = await fleet.rows(1)
+        assert (row["outcome"], row["attempts"]) == ("ok", "1")
+
+
+async def _idle(fleet: Fleet) -> bool:
+    return not await fleet.counts()

@@ -137,6 +137,8 @@ class RouterSection(Section, frozen=True, kw_only=True):
     to one that was emptied or set back. 0: none are kept."""
     when_spool_full: Literal["refuse", "serve"] = "refuse"
     """Refuse requests that cannot be recorded, or serve them and count the rows that are lost."""
+    prompt_logprobs: bool = False
+    """Pass on requests for log-probabilities of prompts. They end a vLLM that has LoRA on its model's head."""
     gate_token: str = ""
     """Whoever sends it as x-adaptersync-gate may ask for versions that wait at the gate. Empty: nobody may."""
 

@@ -36,7 +36,7 @@ def refusal(error: AdapterSyncError, *, status: int, headers: dict[str, str] | N
             "message": str(error),
             "type": TYPES.get(status, "api_error"),
             "code": error.code,
-            "param": "model" if "model" in error.ids else None,
+            "param": "model" if "model" in error.ids else error.ids.get("field"),
         }
     }
     return json_answer(body, status=status, headers=headers)

@@ -20,7 +20,7 @@ from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
 from adaptersync.router.ownership import Ownership
-from adaptersync.router.proxy import Proxy
+from adaptersync.router.proxy import CHAT, Proxy
 from adaptersync.router.report import Reporter
 from adaptersync.router.status import ENGINE_CALLS, Status, refuse_engine_call, refuse_path
 from adaptersync.router.table import TableView
@@ -131,7 +131,7 @@ async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[
 
     app = web.Application(client_max_size=settings.body_bytes)
     app.router.add_post("/v1/completions", proxy.rollout)
-    app.router.add_post("/v1/chat/completions", proxy.rollout)
+    app.router.add_post(CHAT, proxy.rollout)
     app.router.add_post("/tokenize", proxy.tokenize)
     app.router.add_get("/v1/models", status.models)
     app.router.add_get("/health", status.health)

@@ -24,10 +24,11 @@ from aiohttp import (
     web,
 )
 from aiohttp.typedefs import LooseHeaders
-from msgspec import Raw, Struct
+from msgspec import Raw
 
 from adaptersync.router.admission import Admission
 from adaptersync.router.answers import refusal
+from adaptersync.router.asked import Asked, check
 from adaptersync.router.attempts import Attempt, Attempts
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
@@ -36,7 +37,7 @@ from adaptersync.router.ownership import Ownership
 from adaptersync.router.policy import Choice
 from adaptersync.router.resolve import RETRY_S, Target
 from adaptersync.router.table import TableView
-from adaptersync.router.tokens import NOTHING, routing_tokens
+from adaptersync.router.tokens import routing_tokens
 from adaptersync.router.upstream import answer_headers, payload, read_whole, request_headers
 from adaptersync.router.usage import NO_USAGE, TAIL_BYTES, Usage, read_usage
 from adaptersync_core import headers
@@ -49,15 +50,8 @@ ATTEMPTS = 3  # replicas asked for one request
 WHOLE_BYTES = 256 << 10  # answers up to this size, where known, are read before the first byte is passed on
 FAILED = frozenset({500, 502, 503, 504})  # statuses another replica may do better than
 CLIENT_GONE = 499
+CHAT = "/v1/chat/completions"
 REASON = 200  # characters of a reason that are kept
-
-
-class Asked(Struct, frozen=True):
-    """What routing needs of a body; everything else stays unread."""
-
-    model: str | None = None
-    prompt: Raw = NOTHING
-    messages: Raw = NOTHING
 
 
 class _Call:
@@ -233,8 +227,10 @@ class Proxy:
 
     async def _serve(self, request: web.Request, call: _Call, *, generates: bool) -> web.StreamResponse:
         body, asked = await self._read(request)
+        call.asked = (asked.model or "")[:LABEL]
+        if generates:
+            check(asked, chat=request.path == CHAT, scoring=self._settings.prompt_logprobs)
         if asked.model:
-            call.asked = asked.model[:LABEL]
             target = await self._admission.admit(asked.model, gate=call.gate)
             call.hold_s = time.monotonic() - call.started
         elif generates:

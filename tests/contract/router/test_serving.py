@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import aiohttp
 import orjson
@@ -299,3 +300,34 @@ async def _idle(fleet: Fleet) -> bool:
 async def _chunks(size: int):  # type: ignore[no-untyped-def]
     for _ in range(0, size, 100):
         yield b"x" * 100
+
+
+# what is not passed on
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "x", "prompt_logprobs": 0}),
+        ("/v1/completions", {"prompt": "x", "echo": True, "logprobs": 1}),
+        ("/v1/chat/completions", {"messages": [], "prompt_logprobs": 0}),
+        ("/v1/chat/completions", {"messages": [], "echo": True}),
+    ],
+)
+@pytest.mark.parametrize("model", ["run-a", "base"])
+async def test_what_can_end_a_server_is_refused_with_a_reason(
+    fleet: Fleet, path: str, fields: dict[str, Any], model: str
+) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        answer = await fleet.post(path, {"model": model} | fields)
+        assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
+        assert answer.json["error"]["param"] in fields
+        assert "LoRA on its head" in answer.message
+        assert "leave it out" in answer.message
+        assert not any(replica.seen for replica in fleet.replicas.values())
+        (row,) = await fleet.rows(1)
+        assert (row["outcome"], row["status"], row["asked"]) == ("refused", "400", model)
+        assert "LoRA on its head" in row["reason"]
+    async with fleet.router(prompt_logprobs=True):
+        assert (await fleet.post(path, {"model": model} | fields)).status == 200

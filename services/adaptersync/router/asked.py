@@ -1,0 +1,86 @@
+"""What is read of a rollout's body, and what must not be asked of a replica. Pure.
+
+Whatever vLLM refuses by itself is left to it: the replica says what is wrong. Refused here is what it would take, and
+would harm others by: see `check`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Raw, Struct
+
+from adaptersync.router.tokens import NOTHING
+from adaptersync_core.errors import Unroutable
+
+_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
+_OFF = (NOTHING, Raw(b"null"), Raw(b"false"))  # anything else vLLM may read as true
+_NONE = _OFF[:2]
+
+
+class Asked(Struct, frozen=True):
+    """What routing needs of a body, and what decides whether it may be sent on; everything else stays unread."""
+
+    model: str | None = None
+    prompt: Raw = NOTHING
+    messages: Raw = NOTHING
+    prompt_logprobs: Raw = NOTHING
+    echo: Raw = NOTHING
+    logprobs: Raw = NOTHING
+    prompt_embeds: Raw = NOTHING
+    kv_transfer_params: Raw = NOTHING
+    ec_transfer_params: Raw = NOTHING
+    vllm_xargs: Raw = NOTHING
+
+
+def check(asked: Asked, *, chat: bool, scoring: bool) -> None:
+    """Unroutable 400 for what would harm others; `scoring`: prompts may be scored.
+
+    - Scoring a prompt ends a vLLM that has LoRA on its model's head, and everything in flight there.
+    - Embeddings in place of a prompt end one that takes them, when their shape is not the model's.
+    - A transfer of KV fills a prompt's cache with what another engine, or another version, has computed.
+    """
+    if not scoring and (field := _scores(asked, chat=chat)):
+        raise Unroutable(
+            "log-probabilities of a prompt are not served: asking for them can end a vLLM that has LoRA on its head",
+            status=400,
+            next_step="leave it out; or, if no replica has LoRA there, set router.prompt_logprobs",
+            field=field,
+        )
+    if asked.prompt_embeds not in _NONE:
+        raise Unroutable(
+            "embeddings are not taken for a prompt: those of another shape than the model's end a vLLM",
+            status=400,
+            next_step="send text or token ids",
+            field="prompt_embeds",
+        )
+    for field in _transfers(asked):
+        raise Unroutable(
+            "a request may not bring a cache with it: what is in it need not be of the version that is asked for",
+            status=400,
+            next_step="leave it out",
+            field=field,
+        )
+
+
+def _scores(asked: Asked, *, chat: bool) -> str:
+    """The field by which a prompt's log-probabilities are asked for, or nothing.
+
+    With `echo` vLLM takes the number for the answer as the prompt's, too; a chat always has one.
+    """
+    if asked.prompt_logprobs not in _NONE:
+        return "prompt_logprobs"
+    if asked.echo in _OFF:
+        return ""
+    return "echo" if chat or asked.logprobs not in _NONE else ""
+
+
+def _transfers(asked: Asked) -> list[str]:
+    """Fields, or keys of `vllm_xargs`, that tell of caches elsewhere."""
+    found = [name for name in _TRANSFERS if getattr(asked, name) not in _NONE]
+    if asked.vllm_xargs not in _NONE:
+        try:
+            more = msgspec.json.decode(asked.vllm_xargs, type=dict[str, Raw])
+        except msgspec.DecodeError:  # the replica will say so
+            return found
+        found += [f"vllm_xargs.{name}" for name in _TRANSFERS if name in more]
+    return found

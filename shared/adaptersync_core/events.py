@@ -57,7 +57,7 @@ class VersionStaging(Event, frozen=True, kw_only=True, tag="version.staging"):
 
 
 class ReplicaAcked(Event, frozen=True, kw_only=True, tag="replica.acked"):
-    """A replica loaded a version, or refused it with a reason."""
+    """A replica loaded a version, or refused it with a reason; `fault` is "replica" where that is its own."""
 
     version: str
     replica: str
@@ -65,6 +65,7 @@ class ReplicaAcked(Event, frozen=True, kw_only=True, tag="replica.acked"):
     accepted: bool
     proof: str = "not probed"
     reason: str = ""
+    fault: str = ""
     staged_s: float | None = None
     verified_s: float | None = None
     loaded_s: float | None = None

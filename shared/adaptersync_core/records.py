@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -20,6 +20,7 @@ from adaptersync_core.proof import Proof
 from adaptersync_core.table import Table
 
 RecordT = TypeVar("RecordT", bound=Struct)
+Fault = Literal["version", "replica"]
 log = logging.getLogger(__name__)
 
 
@@ -47,12 +48,16 @@ class SeenReplica(Struct, frozen=True, kw_only=True):
 
 
 class Ack(Struct, frozen=True, kw_only=True):
-    """A replica's word on a version, good for one life of its engine, and the proof it rests on."""
+    """A replica's word on a version, good for one life of its engine, and the proof it rests on.
+
+    `fault` is whose a refusal is: a replica that could not do its own part says nothing of the version.
+    """
 
     accepted: bool
     engine_epoch: str
     proof: Proof = Proof(verdict="not probed")
     reason: str = ""
+    fault: Fault = "version"
     phases: dict[str, float] = {}
 
 

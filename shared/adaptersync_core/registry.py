@@ -130,6 +130,7 @@ class Registry:
             accepted=ack.accepted,
             proof=ack.proof.verdict,
             reason=ack.reason,
+            fault="replica" if not ack.accepted and ack.fault == "replica" else "",
             **{name: ack.phases.get(name) for name in ("staged_s", "verified_s", "loaded_s", "proved_s")},
         )
         return bool(

@@ -19,6 +19,7 @@ from adaptersync_core.records import (
 from adaptersync_core.registry import NUMBERS_GAP
 from model.state import CONFIG, RUN, WINDOW, YOUNG_S, Broken, Coordinator, Journal, Redis, State
 from model.world import _announced
+from support.world import unjust
 
 # coordinators
 
@@ -79,6 +80,9 @@ def turn(state: State, name: str) -> State:
     first = seen.table.incarnation != lease.incarnation
     seen = replace(seen, fates=known.fates)
     decision = None if first and refused(seen.table, known.fates) else decide(seen, CONFIG)
+    if decision is not None:
+        for broken in unjust(seen, CONFIG, decision):
+            raise Broken(broken)
     if decision is None and first:
         decision = renewed(seen, known.fates)
     if decision is None:

@@ -118,7 +118,9 @@ def _engine_actions(state: State, name: str, spent: Callable[[State, str], State
             report(replace(state, engines=state.engines | {name: replace(engine, frozen=False)}), name),
         )
     if left.get("refuse") and not engine.refuses:
-        yield ("refuse", name), changed("refuse", refuses=True)
+        yield ("refuse", name), changed("refuse", refuses="version")
+    if left.get("fail") and not engine.refuses:
+        yield ("fail", name), changed("fail", refuses="replica")
     if left.get("drain") and not engine.draining:
         yield ("drain", name), changed("drain", draining=True)
 
@@ -172,7 +174,7 @@ def mended(state: State) -> State:
     for name, engine in state.engines.items():
         if engine.late is not None:
             state = late(state, name)
-        engine = replace(state.engines[name], frozen=False, refuses=False, draining=False)
+        engine = replace(state.engines[name], frozen=False, refuses="", draining=False)
         state = replace(state, engines=state.engines | {name: engine})
     routers = {name: replace(router, cut=False, inflight=()) for name, router in state.routers.items()}
     return replace(state, routers=routers, left={}, saved=None)

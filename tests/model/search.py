@@ -266,7 +266,9 @@ def _engine_key(state: State, name: str, rank: dict[int, int], age: Callable[[fl
 
     def redis(one: Any) -> object:
         said, at = one.reports.get(name, (None, 0.0))
-        acks = sorted((key, ack.accepted, life(ack.engine_epoch)) for key, ack in one.acks.get(name, {}).items())
+        acks = sorted(
+            (key, ack.accepted, ack.fault, life(ack.engine_epoch)) for key, ack in one.acks.get(name, {}).items()
+        )
         return member(one.table), said and (life(said.engine_epoch), said.loaded, said.draining, age(at)), acks
 
     return repr(

@@ -34,13 +34,16 @@ Action = tuple[str, ...]
 
 
 class Engine(Struct, frozen=True):
-    """An engine and its agent. `late` is what a frozen agent was about to do; `seen` the newest table it has read."""
+    """An engine and its agent. `late` is what a frozen agent was about to do; `seen` the newest table it has read.
+
+    `refuses` says whose fault it calls it.
+    """
 
     life: int = 1
     loaded: tuple[str, ...] = ()
     seen: int = 0
     frozen: bool = False
-    refuses: bool = False
+    refuses: Literal["", "version", "replica"] = ""
     draining: bool = False
     absent: bool = False
     late: tuple[str, str, str] | None = None

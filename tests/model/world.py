@@ -155,7 +155,7 @@ def do(state: State, name: str, deed: tuple[str, str, str]) -> State:
     elif verb == "forget":
         acks.pop(version, None)
     elif engine.refuses and version not in engine.loaded:
-        acks[version] = Ack(accepted=False, engine_epoch=life, reason="no")
+        acks[version] = Ack(accepted=False, engine_epoch=life, reason="no", fault=engine.refuses)
     else:
         engine = replace(engine, loaded=tuple(sorted({*engine.loaded, version})))
         acks[version] = Ack(accepted=True, engine_epoch=life)

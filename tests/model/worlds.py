@@ -43,6 +43,12 @@ WORLDS = {
         depth=13,
         deep=20,
     ),
+    "faults": World(
+        about="of three replicas, some refuse a version and some cannot take it by their own fault; one restarts",
+        make=lambda: start(engines=3, publish=2, restart=1, refuse=1, fail=2, wait=1),
+        depth=10,
+        deep=16,
+    ),
     "membership": World(
         about="a third replica joins while versions come; one drains, one falls silent, one restarts",
         make=_with_joiner,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from adaptersync.agent import staging as staging_module
 from adaptersync_core import store as store_module
 from adaptersync_core.config import Config
 from adaptersync_core.errors import StoreError
@@ -311,6 +312,40 @@ async def test_s16_a_publisher_killed_anywhere_leaves_all_or_nothing(fleet: Whol
 
 def path() -> str:
     return os.pathsep.join(sys.path)
+
+
+async def test_s16_a_full_disk_of_one_of_two_replicas_is_its_own_fault(
+    fleet: WholeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the fleet refuses, and the version comes all the same; the replica is back when there is room."""
+    monkeypatch.setattr(staging_module, "DISK_S", 0.5)
+    trainer = await fleet.trainer()
+    await fleet.promoted(trainer)
+    opened = Path.open
+
+    def full(path: Path, mode: str = "r", *more: Any, **options: Any) -> Any:
+        if "w" in mode and "staged/replica-0" in str(path):
+            raise OSError(28, os.strerror(28))
+        return opened(path, mode, *more, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        async with fleet.traffic("run") as served:
+            publication = await fleet.publish(trainer)
+            reason = await refusal(fleet, publication.adapter_id, "replica-0")
+            assert "No space left" in reason
+            assert (await fleet.outcome(publication)).state == "current"
+        assert {answer.answer.status for answer in served} == {200}
+        member = (await fleet.table()).members["replica-0"]
+        assert member.state == "ejected"
+        assert f"cannot take {publication.adapter_id}" in member.reason
+        faults = {
+            event.replica: event.fault
+            for event in await fleet.events("replica.acked", publication.adapter_id)
+            if isinstance(event, ReplicaAcked)
+        }
+        assert faults == {"replica-0": "replica", "replica-1": ""}
+    await fleet.ready(2)
 
 
 # 17: written 0600, read by another user

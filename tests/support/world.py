@@ -17,10 +17,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from adaptersync.agent.reconcile import plan
-from adaptersync.coordinator.membership import alive
+from adaptersync.coordinator.membership import alive, answer
 from adaptersync.coordinator.protocol import decide
 from adaptersync_core.config import Config, CoordinatorSection, GroupSection
-from adaptersync_core.events import AnyEvent, ReplicaState, VersionPromoted
+from adaptersync_core.events import AnyEvent, ReplicaState, VersionPromoted, VersionRolledBack
 from adaptersync_core.manifest import AdapterShape, Manifest
 from adaptersync_core.records import (
     Ack,
@@ -53,6 +53,7 @@ class Replica(Struct, frozen=True, kw_only=True):
     silent: bool = False
     draining: bool = False
     refuses: tuple[str, ...] = ()
+    unable: bool = False
     slots: int = 0
 
 
@@ -141,7 +142,10 @@ def apply(world: World, action: Action) -> World:
             return apply(apply(world, ("read",)), ("commit",))
         case ("read",):
             heard = tuple(name for name in world.replicas if alive(fleet(world), world.config, name))
-            return replace(world, read=decide(fleet(world), world.config), heard=heard)
+            decision = decide(fleet(world), world.config)
+            if decision is not None and (found := list(unjust(fleet(world), world.config, decision))):
+                raise AssertionError("\n".join(found))
+            return replace(world, read=decision, heard=heard)
         case ("commit",):
             return _commit(world)
         case ("begin", run, staleness):
@@ -206,8 +210,10 @@ def _replica(world: World, verb: str, name: str, replica: Replica) -> Replica:
         case "refuse":  # from now on, whatever is on its way in
             candidates = [one for run in world.table.runs if (one := world.table.candidate(run))]
             return replace(replica, refuses=tuple(dict.fromkeys((*replica.refuses, *candidates))))
+        case "break":  # its disk fills up, say: from now on it can bring nothing
+            return replace(replica, unable=True)
         case "relent":
-            return replace(replica, refuses=())
+            return replace(replica, refuses=(), unable=False)
         case "report" if not replica.silent:
             said = ReplicaReport(
                 url=f"http://{name}",
@@ -240,7 +246,7 @@ def _work(world: World, name: str, replica: Replica) -> Replica:
         acks=replica.acks,
         engine_epoch=life,
         busy=(),
-        resting=[version for version in again if version in replica.refuses],
+        resting=[version for version in again if version in replica.refuses or replica.unable],
     )
     if todo.unload:
         return replace(replica, loaded=tuple(one for one in replica.loaded if one != todo.unload[0]))
@@ -248,6 +254,9 @@ def _work(world: World, name: str, replica: Replica) -> Replica:
         return replace(replica, acks={key: ack for key, ack in replica.acks.items() if key not in todo.forget})
     if todo.bring or todo.confirm:
         version = (*todo.bring, *todo.confirm)[0]
+        if replica.unable and version not in replica.loaded:
+            ack = Ack(accepted=False, engine_epoch=life, reason="disk full", fault="replica")
+            return replace(replica, acks=replica.acks | {version: ack})
         if version in replica.refuses:
             return replace(replica, acks=replica.acks | {version: Ack(accepted=False, engine_epoch=life, reason="no")})
         return replace(
@@ -340,6 +349,21 @@ def violations(world: World, decision: Decision) -> Iterator[str]:
             and len(after.ready()) < world.config.coordinator.min_ready
         ):
             yield f"{event.replica} is ejected below the floor"
+
+
+def unjust(seen: Fleet, config: Config, decision: Decision) -> Iterator[str]:
+    """Versions given up although all that speaks against them is what some replicas could not do themselves."""
+    ready = seen.table.ready()
+    for event in decision.events:
+        if not isinstance(event, VersionRolledBack) or decision.answered:
+            continue
+        heard = [name for name in ready if alive(seen, config, name)]
+        words = [answer(seen, name, event.version, seen.table.members[name].engine_epoch) for name in heard]
+        said = [ack for ack in words if ack is not None]
+        blamed = any(not ack.accepted and ack.fault == "version" for ack in said)
+        enough = sum(ack.accepted for ack in said) >= config.coordinator.min_ready
+        if len(said) == len(ready) and enough and not blamed:
+            yield f"{event.version} is rolled back for what its replicas could not do"
 
 
 def _still_served(world: World, name: str) -> Iterator[str]:

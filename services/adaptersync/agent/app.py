@@ -21,7 +21,7 @@ from adaptersync_core.keys import Keys
 from adaptersync_core.lane import FastLane
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.records import Ack, ReplicaReport
+from adaptersync_core.records import Ack, Fault, ReplicaReport
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.store import ArtifactStore
@@ -191,13 +191,16 @@ class Agent:
             phases["proved_s"] = time.monotonic() - began
             enough = proof.verdict != "refuted" and proof.verdict in self._config.proof.promote_on
             reason = "" if enough else f"{proof.verdict}: {proof.reason}"
-            ack = Ack(accepted=enough, engine_epoch=epoch, proof=proof, reason=reason, phases=phases)
+            own = proof.commissioned.verdict == "refuted" or proof.verdict == "not probed"  # whatever the version is
+            fault: Fault = "replica" if own else "version"
+            ack = Ack(accepted=enough, engine_epoch=epoch, proof=proof, reason=reason, phases=phases, fault=fault)
         except AdapterSyncError as error:
             if error.retryable:  # says nothing of the version; a replica that stays like this is judged by its silence
                 log.warning("will try %s again: %s", name, error)
                 self._refused[name] = time.monotonic() + RETRY_S
                 return
-            ack = Ack(accepted=False, engine_epoch=epoch, reason=str(error), phases=phases)
+            fault = "replica" if error.own_fault else "version"
+            ack = Ack(accepted=False, engine_epoch=epoch, reason=str(error), phases=phases, fault=fault)
         await self._registry.ack(self._settings.name, name, ack)
         if ack.accepted:
             self._refused.pop(name, None)

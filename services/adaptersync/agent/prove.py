@@ -15,7 +15,7 @@ from pathlib import Path
 
 from adaptersync.agent.canary import write_canary
 from adaptersync.agent.engine import Engine
-from adaptersync_core.errors import EngineRefused
+from adaptersync_core.errors import EngineRefused, StagingFailed
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.proof import Leg, Probe, Proof, behave, commission, conclude
 from adaptersync_core.vllm import VllmClient
@@ -51,7 +51,7 @@ class Prover:
         self._commissioned: tuple[str, Leg] = ("", UNKNOWN)
 
     async def prove(self, name: str, manifest: Manifest, path: Path) -> Proof:
-        """Judge a loaded version. Raises only when the engine does not answer."""
+        """Judge a loaded version. Raises only when the engine does not answer, or the disk of this host fails."""
         async with self._commissioning:
             epoch = self._engine.epoch
             commissioned = self._commissioned[1]
@@ -70,8 +70,12 @@ class Prover:
             return UNSCORED
         name = f"canary-{self._engine.epoch}"
         path = self._scratch / name
-        if not write_canary(path, self._engine.base):
-            return UNKNOWN
+        try:
+            if not write_canary(path, self._engine.base):
+                return UNKNOWN
+        except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            raise StagingFailed(f"canary could not be written: {error.strerror or error}", path=str(path)) from error
         facts = self._engine.facts
         base = facts.base_model if facts else ""
         resident = await self._engine.resident()

@@ -1,8 +1,10 @@
 """From published to current, or not. Pure.
 
 One version of a run is on its way in at a time. It becomes current when every ready replica, and at least `min_ready`,
-accepted it in the present life of its engine; the same is checked again where the decision is committed. Where there
-is a gate, it waits there as `ready` until an operator has admitted it, and its acks are then looked at once more.
+accepted it in the present life of its engine; the same is checked again where the decision is committed. If half of
+those that could judge it refuse, it is rolled back; a replica that could not, by its own fault, has no vote and goes.
+Where there is a gate, it waits there as `ready` until an operator has admitted it, and its acks are then looked at once
+more.
 """
 
 from __future__ import annotations
@@ -159,16 +161,18 @@ def conclude(fleet: Fleet, config: Config) -> Draft | None:
             name: answer(fleet, name, candidate, table.members[name].engine_epoch) if name in heard else None
             for name in ready
         }
-        refused = {name: ack.reason for name, ack in answers.items() if ack is not None and not ack.accepted}
+        against = {name: ack for name, ack in answers.items() if ack is not None and not ack.accepted}
+        refused = {name: ack.reason for name, ack in against.items() if ack.fault == "version"}
+        unable = {name: ack.reason for name, ack in against.items() if name not in refused}
         silent = [name for name, ack in answers.items() if ack is None]
-        if not refused and not silent:
+        if not against and not silent:
             version = table.versions[candidate]
             if not config.coordinator.gate or version.admitted:
                 return _promote(fleet, run, candidate, ready)
             if version.state == "ready":
                 continue
             return _to_the_gate(fleet, candidate, ready)
-        if len(refused) * 2 >= len(ready):
+        if refused and len(refused) * 2 >= len(ready) - len(unable):
             return _roll_back(fleet, candidate, "; ".join(f"{name}: {why}" for name, why in refused.items()))
         deadline_s = config.coordinator.deadline_s
         asked = table.versions[candidate].since  # or later, of a replica that became ready after it
@@ -176,6 +180,7 @@ def conclude(fleet: Fleet, config: Config) -> Draft | None:
             continue
         # what is left stands against replicas that accepted, or kept silent too long
         odd = {name: f"refused {candidate}: {why}" for name, why in refused.items()}
+        odd |= {name: f"cannot take {candidate}: {why}" for name, why in unable.items()}
         odd |= {name: f"no ack of {candidate} in {deadline_s:g} s" for name in silent}
         draft = Draft(fleet)
         if len(odd) == len(ready) or not can_spare(draft, config, len(odd)):

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from adaptersync.agent.canary import write_canary
-from adaptersync_core.errors import EngineUnavailable
+from adaptersync_core.errors import EngineUnavailable, StagingFailed
 from adaptersync_core.proof import Proof
 from adaptersync_core.vllm import WORKER_EXTENSION, VllmClient
 from adaptersync_tools.simulator.adapter_files import BaseModel
@@ -210,6 +210,15 @@ async def test_a_canary_that_an_agent_left_is_used_and_taken_away(bench: Bench) 
     manifest = bench.version()
     assert (await bench.loaded_and_proved(manifest)).verdict == "proved"
     assert set(await bench.client.adapters()) == await bench.engine.resident() == {manifest.adapter_id}
+
+
+async def test_a_canary_that_cannot_be_written_is_this_hosts_fault(bench: Bench) -> None:
+    manifest = bench.version()
+    await bench.load(manifest)
+    (bench.stage / f"canary-{bench.engine.epoch}").write_text("in the way")
+    with pytest.raises(StagingFailed, match="canary could not be written") as refusal:
+        await bench.prove(manifest)
+    assert refusal.value.own_fault
 
 
 async def test_a_full_engine_gets_back_what_the_canary_displaced(bench: Bench) -> None:

@@ -37,6 +37,51 @@ def test_two_of_three_refusing_is_the_versions_fault_before_the_third_has_spoken
     assert fate(world, V[1])[1] == "r1: no; r2: no"
 
 
+def test_one_of_two_that_cannot_is_ejected_and_the_version_comes() -> None:
+    """A full disk says nothing of the version."""
+    world = after(ready(replicas=2), "publish run1", "coordinate", "break r1", "settle")
+    assert states(world) == {V[1]: "current"}
+    assert members(world) == {"r1": "ejected", "r2": "ready"}
+    assert world.table.members["r1"].reason == f"cannot take {V[1]}: disk full"
+    world = after(world, "later 10", "settle")
+    assert members(world)["r1"] == "joining"
+    assert world.table.members["r1"].reason == f"refused {V[1]}: disk full"
+    world = after(world, "relent r1", "settle")
+    assert members(world)["r1"] == "ready"
+
+
+def test_most_that_cannot_are_outvoted_by_the_one_that_can() -> None:
+    world = after(ready(replicas=3), "publish run1", "coordinate", "break r1", "break r3", "settle")
+    assert states(world) == {V[1]: "current"}
+    assert members(world) == {"r1": "ejected", "r2": "ready", "r3": "ejected"}
+
+
+def test_who_cannot_is_not_taken_out_before_all_have_spoken() -> None:
+    """It serves what is current as well as the others do, and the version may yet be refused."""
+    world = after(ready(replicas=3), "publish run1", "coordinate", "break r1", "work r1", "work r2", "coordinate")
+    assert states(world) == {V[1]: "staging"}
+    assert members(world)["r1"] == "ready"
+
+
+def test_who_cannot_has_no_vote() -> None:
+    """Of the two that could judge, one refuses."""
+    world = after(ready(replicas=3), "publish run1", "coordinate", "break r1", "refuse r2", "settle")
+    assert fate(world, V[1])[0] == "rolled_back"
+    assert fate(world, V[1])[1] == "r2: no"
+    assert set(members(world).values()) == {"ready"}
+
+
+@pytest.mark.parametrize(("replicas", "broken", "floor"), [(2, 2, 1), (2, 1, 2), (1, 1, 1)])
+def test_where_those_that_cannot_are_not_to_be_spared_the_version_waits_for_nobody(
+    replicas: int, broken: int, floor: int
+) -> None:
+    world = after(ready(replicas=replicas, min_ready=floor), "publish run1", "coordinate")
+    world = after(world, *[f"break r{number}" for number in range(1, broken + 1)], "settle")
+    assert fate(world, V[1])[0] == "rolled_back"
+    assert f"r1: cannot take {V[1]}: disk full" in fate(world, V[1])[1]
+    assert set(members(world).values()) == {"ready"}
+
+
 def test_one_of_three_refusing_waits_for_the_others_word() -> None:
     world = after(ready(replicas=3), "publish run1", "coordinate", "refuse r1", "work r1", "work r2", "coordinate")
     assert states(world) == {V[1]: "staging"}

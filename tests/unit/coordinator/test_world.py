@@ -30,7 +30,7 @@ def enabled(world: World) -> list[Action]:
     for name, replica in world.replicas.items():
         found += [("work", name), ("report", name)] * 6
         found += [("speak", name), ("undrain", name)] * 2
-        found += [("restart", name), ("refuse", name), ("relent", name)]
+        found += [("restart", name), ("refuse", name), ("break", name), ("relent", name)]
         found.append(("speak" if replica.silent else "silence", name))
         found.append(("undrain" if replica.draining else "drain", name))
     for run in world.runs:

@@ -27,10 +27,11 @@ class RunBegan(Event, frozen=True, kw_only=True, tag="run.began"):
 
 
 class RunEnded(Event, frozen=True, kw_only=True, tag="run.ended"):
-    """A trainer closed its run: nothing more comes, until another begins it again."""
+    """A trainer closed its run, or an operator with a reason: nothing more comes, until another begins it again."""
 
     run: str
     epoch: int
+    reason: str = ""
 
 
 class AdapterPublished(Event, frozen=True, kw_only=True, tag="adapter.published"):

@@ -31,6 +31,7 @@ REPLICA_TTL_S = 3600  # a replica that said nothing for an hour is forgotten
 ROUTER_SERVES_S = 60  # the longest that a router without Redis may go on serving from its last table
 ROUTER_MARGIN_S = 5  # for clocks that run at different speeds: a silent router holds up retirement this much longer
 ROUTER_TTL_S = ROUTER_SERVES_S + ROUTER_MARGIN_S
+TRAINER_ALIVE_S = 15  # a trainer that was heard of within this lives; its run is not ended by somebody else
 VERSION_TTL_S = 30 * 86400  # how long the fate of a version that is gone can be asked for
 OWNERSHIP_TTL_S = 6 * 3600  # ownership of a version nobody asks for any more
 LANE_TTL_S = 600  # bytes in the fast lane; long enough for the slowest replica, short enough to leave no heap
@@ -50,7 +51,7 @@ SPECS = (
     ),
     KeySpec(pattern="rollouts", type="stream", server="control", writer="router", bound="none yet: one a rollout"),
     KeySpec(pattern="runs", type="set", server="control", writer="trainer", bound="one a run"),
-    KeySpec(pattern="run:{run}", type="hash", server="control", writer="trainer", bound="10 fields"),
+    KeySpec(pattern="run:{run}", type="hash", server="control", writer="trainer", bound="12 fields"),
     KeySpec(pattern="published:{run}", type="zset", server="control", writer="trainer", bound="one a version"),
     KeySpec(
         pattern="manifest:{version}",

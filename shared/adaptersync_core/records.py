@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Literal, TypeVar
 
 import msgspec
@@ -83,16 +84,22 @@ class SeenRouter(Struct, frozen=True, kw_only=True):
     @property
     def may_serve(self) -> bool:
         """False once it cannot serve from the table it last read, wherever it is."""
-        return self.age_s <= self.report.max_age_s + ROUTER_MARGIN_S
+        return self.serves_s >= 0
+
+    @property
+    def serves_s(self) -> float:
+        """How much longer it may serve that table if it is not heard of again."""
+        return self.report.max_age_s + ROUTER_MARGIN_S - self.age_s
 
 
 class RunRecord(Struct, frozen=True, kw_only=True):
-    """A run as its trainer wrote it."""
+    """A run as its trainer wrote it. `ended_by` is an operator's reason, where the trainer did not end it itself."""
 
     epoch: int
     seq: int
     max_staleness: int
     ended_at: float = 0.0
+    ended_by: str = ""
 
 
 class Request(Struct, frozen=True, kw_only=True):
@@ -204,5 +211,11 @@ def _understood(name: str, read: Callable[[], RecordT]) -> RecordT | None:
     try:
         return read()
     except (msgspec.MsgspecError, RecursionError) as error:
-        log.warning("record of %s is left out, it cannot be read: %s", name, error)
+        _warn(name, str(error))
         return None
+
+
+@lru_cache(maxsize=256)
+def _warn(name: str, reason: str) -> None:
+    """Once for each cause: records are read several times a second, for as long as they are there."""
+    log.warning("record of %s is left out, it cannot be read: %s", name, reason)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from adaptersync_core.errors import Conflict, ControlError, Fenced, Forgotten, NameTaken
+from adaptersync_core.errors import Conflict, ControlError, Fenced, Forgotten, NameInvalid, NameTaken
 from adaptersync_core.events import AdapterPublished, ReplicaAcked, VersionVerified, to_fields
 from adaptersync_core.keys import REPLICA_TTL_S, ROUTER_TTL_S, VERSION_TTL_S, Keys
 from adaptersync_core.manifest import Manifest
@@ -40,7 +40,7 @@ from adaptersync_core.scripts import Script
 from adaptersync_core.table import Table
 
 SCRIPTS = (
-    *("begin_run", "end_run", "reserve", "publish", "report", "ack", "request", "verified"),
+    *("begin_run", "beat", "end_run", "close_run", "reserve", "publish", "report", "ack", "request", "verified"),
     *("lead", "resign", "decide", "restore", "announce_again"),
 )
 OPEN_REQUESTS = 64
@@ -73,14 +73,28 @@ class Registry:
         """Say that nothing more will be published; False when it was said before, or a newer trainer has begun."""
         return bool(await self._run("end_run", (self.keys.run(run), self.keys.events), run, epoch))
 
+    async def beat(self, run: str, *, epoch: int, trainer: str) -> bool:
+        """Say that the trainer lives; False when another has begun the run."""
+        return bool(await self._run("beat", (self.keys.run(run),), epoch, trainer))
+
+    async def close_run(self, run: str, *, reason: str, alive_s: float) -> bool:
+        """End a run in its trainer's place; False when it had ended. Conflict when the trainer spoke in `alive_s`."""
+        reply = await self._run("close_run", (self.keys.run(run), self.keys.events), run, reason, int(alive_s * 1000))
+        if reply[0] == "alive":
+            raise Conflict(
+                "trainer of this run lives", next_step="stop it, or use --force", run=run, heard_s_ago=reply[1] / 1000
+            )
+        if reply[0] == "unknown":
+            raise NameInvalid("no such run", next_step=f"known runs: {', '.join(await self.runs()) or 'none'}", run=run)
+        return bool(reply[0] == "ok")
+
     async def reserve(self, run: str, *, epoch: int, nonce: str, trainer: str = "", latest: int = 0) -> int:
         """The next sequence number, above the `latest` this trainer had; Fenced when a newer trainer has begun.
 
         `trainer` is the nonce it began with.
         """
         reply = await self._run("reserve", (self.keys.run(run),), epoch, nonce, latest, trainer)
-        if reply[0] == "fenced":
-            raise self._fenced(run, epoch, reply[1])
+        self._refused(run, epoch, reply)
         return int(reply[1])
 
     async def publish(self, manifest: Manifest, *, published_at: float, trainer: str = "") -> None:
@@ -108,8 +122,7 @@ class Registry:
         reply = await self._run(
             "publish", keys, manifest.epoch, manifest.seq, name, text, VERSION_TTL_S, trainer, *to_fields(event)
         )
-        if reply[0] == "fenced":
-            raise self._fenced(manifest.run, manifest.epoch, reply[1])
+        self._refused(manifest.run, manifest.epoch, reply)
         if reply[0] == "taken":
             raise NameTaken("name was announced with another manifest", version=name)
 
@@ -284,7 +297,16 @@ class Registry:
 
         state = {
             "runs": [
-                (place(self.keys.run(name)), name, run.epoch, run.seq, run.max_staleness) for name, run in runs.items()
+                (
+                    place(self.keys.run(name)),
+                    name,
+                    run.epoch,
+                    run.seq,
+                    run.max_staleness,
+                    run.ended_at,
+                    run.ended_by,
+                )
+                for name, run in runs.items()
             ],
             "records": [
                 (place(self.keys.version(name)), VERSION_TTL_S, record_fields(record)) for name, record in fates.items()
@@ -380,10 +402,17 @@ class Registry:
         return await self.client.script(self._scripts[name], keys, arguments)
 
     @staticmethod
-    def _fenced(run: str, mine: int, present: int) -> Fenced | Forgotten:
+    def _refused(run: str, mine: int, reply: list[Any]) -> None:
+        """Raise what a trainer is told that may not go on."""
+        if reply[0] == "ended":
+            next_step = "start the trainer again to go on with the run"
+            raise Fenced(f"an operator ended this run: {reply[1]}", next_step=next_step, run=run, epoch=mine)
+        if reply[0] != "fenced":
+            return
+        present = reply[1]
         if present < mine:
-            return Forgotten("Redis stands at an older state than this trainer", run=run, epoch=mine, present=present)
-        return Fenced(
+            raise Forgotten("Redis stands at an older state than this trainer", run=run, epoch=mine, present=present)
+        raise Fenced(
             "a newer trainer has begun this run",
             next_step="stop this trainer, or start it again to take over",
             run=run,

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -182,6 +182,17 @@ class Supervisor:
             self.services[spec.name] = service
             service.start()
         return service
+
+    @contextlib.contextmanager
+    def away(self, name: str) -> Iterator[None]:
+        """End a service at once and start it again when the context ends; nothing else is watched meanwhile."""
+        service = self.services[name]
+        with self._lock:
+            service.signal(signal.SIGKILL)
+            service.wait(service.spec.grace_s + KEEPER_S)
+            yield
+            service.restarts += 1
+            service.start()
 
     def check(self) -> None:
         """StackFailed when a service was given up."""

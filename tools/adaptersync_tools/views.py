@@ -5,7 +5,7 @@ Ages and waits are seconds. A view is healthy when nothing needs an operator; `p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -14,6 +14,7 @@ from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import Ack, Fleet, SeenReplica
 from adaptersync_core.rollouts import UNKNOWN, Row
 from adaptersync_core.table import Member, RunEntry
+from adaptersync_tools.waits import WaitView
 
 NOT_TOLD = ("type", "digest", "seq", "published_at", "engine_epoch", "incarnation", "generation")  # in events
 PHASES = ("staged_s", "verified_s", "loaded_s", "proved_s")
@@ -70,6 +71,7 @@ class StatusView(Struct, frozen=True, kw_only=True):
     replicas: list[ReplicaView]
     runs: list[RunView]
     routers: list[RouterView]
+    waits: list[WaitView] = []
 
 
 class AckView(Struct, frozen=True, kw_only=True):
@@ -123,8 +125,16 @@ class Facts(Struct, frozen=True, kw_only=True):
     record: dict[str, str]
 
 
-def status(fleet: Fleet, *, group: str, leader: str, lease_left_s: float, alive_s: float) -> StatusView:
-    """The fleet as it is, and what is wrong with it."""
+def status(
+    fleet: Fleet,
+    *,
+    group: str,
+    leader: str,
+    lease_left_s: float,
+    alive_s: float,
+    waits: Sequence[WaitView] = (),
+) -> StatusView:
+    """The fleet as it is, what is wrong with it, and what `waits`."""
     replicas = list(_replicas(fleet))
     runs = [_run(fleet, run) for run in sorted(fleet.runs.keys() | fleet.table.runs.keys())]
     routers = [
@@ -155,6 +165,7 @@ def status(fleet: Fleet, *, group: str, leader: str, lease_left_s: float, alive_
         replicas=replicas,
         runs=runs,
         routers=routers,
+        waits=list(waits),
     )
 
 

@@ -19,7 +19,7 @@ from adaptersync.coordinator.membership import alive, answer, can_spare, slots_o
 from adaptersync_core.config import Config
 from adaptersync_core.events import VersionPromoted, VersionReady, VersionRolledBack, VersionStaging, VersionSuperseded
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.records import Fleet
+from adaptersync_core.records import Ack, Fleet
 from adaptersync_core.registry import PUBLICATIONS_AT_ONCE
 from adaptersync_core.table import ROUTABLE, LiveVersion, RunEntry
 
@@ -42,21 +42,14 @@ def take_up(fleet: Fleet, config: Config) -> Draft | None:
     """Ask the fleet to load the newest publication of a run; older ones are passed over."""
     table = fleet.table
     ready = table.ready()
-    if len(ready) < config.coordinator.min_ready:
-        return None  # an empty fleet promotes nothing; what is published waits
-    known = [slots_of(fleet.replicas[name].report) for name in ready if name in fleet.replicas]
-    slots = min(filter(None, known), default=0)
+    slots = _slots(fleet)
     for run, entry in table.runs.items():
-        newer = [manifest for manifest in fleet.published.get(run, ()) if manifest.seq > entry.considered]
-        if not newer or table.candidate(run) is not None:
+        newer = _newer(fleet, run)
+        if not newer or held_back(fleet, config, run):
             continue
         if len(newer) > PUBLICATIONS_AT_ONCE:
             return _pass_over(fleet, run, newer[:PUBLICATIONS_AT_ONCE], newer[-1])
-        stale = newer[-1].epoch != entry.epoch  # then all are, and need no room to be passed over
-        room = slots if entry.current else slots - 1  # a new run leaves one for the candidates of all
-        if slots and len(table.versions) >= room and not stale:  # a load would evict something live
-            if any(version.state not in ROUTABLE for version in table.versions.values()):
-                continue  # what is on its way, in or out, makes room
+        if _full(fleet, run, newer[-1], slots):
             held = len(table.versions)
             return (
                 _end_window(fleet, run)
@@ -99,6 +92,47 @@ def take_up(fleet: Fleet, config: Config) -> Draft | None:
                 )
         return draft
     return None
+
+
+def held_back(fleet: Fleet, config: Config, run: str) -> str:
+    """Why what a run published is not taken up now; nothing, when it is."""
+    table, newer = fleet.table, _newer(fleet, run)
+    if few := too_few(fleet, config):
+        return few  # an empty fleet promotes nothing
+    candidate = table.candidate(run)
+    if candidate is not None:
+        return f"{candidate}, which is on its way"
+    slots = _slots(fleet)
+    if newer and len(newer) <= PUBLICATIONS_AT_ONCE and _full(fleet, run, newer[-1], slots):
+        moving = [name for name, version in table.versions.items() if version.state not in ROUTABLE]
+        if moving:  # on its way, in or out: that makes room
+            return f"capacity: {len(table.versions)} of {slots} adapters are held, {', '.join(moving)} among them"
+    return ""
+
+
+def too_few(fleet: Fleet, config: Config) -> str:
+    """What is missing while fewer replicas are ready than a promotion needs."""
+    ready, needed = len(fleet.table.ready()), config.coordinator.min_ready
+    return "" if ready >= needed else f"{needed} replicas to be ready, {ready} are"
+
+
+def _newer(fleet: Fleet, run: str) -> list[Manifest]:
+    """What a run published that was not yet considered, oldest first."""
+    considered = fleet.table.runs[run].considered
+    return [manifest for manifest in fleet.published.get(run, ()) if manifest.seq > considered]
+
+
+def _slots(fleet: Fleet) -> int:
+    """What every ready replica can hold; 0 when none says."""
+    ready = [name for name in fleet.table.ready() if name in fleet.replicas]
+    return min(filter(None, (slots_of(fleet.replicas[name].report) for name in ready)), default=0)
+
+
+def _full(fleet: Fleet, run: str, newest: Manifest, slots: int) -> bool:
+    """Whether a load would evict something live. What a former trainer published needs no room to be passed over."""
+    entry = fleet.table.runs[run]
+    room = slots if entry.current else slots - 1  # a new run leaves one for the candidates of all
+    return bool(slots) and len(fleet.table.versions) >= room and newest.epoch == entry.epoch
 
 
 def _pass_over(fleet: Fleet, run: str, older: Sequence[Manifest], newest: Manifest) -> Draft:
@@ -150,17 +184,13 @@ def conclude(fleet: Fleet, config: Config) -> Draft | None:
     """Promote, roll back, or eject who stands alone, for the first candidate whose answers allow it."""
     table = fleet.table
     ready = table.ready()
-    if len(ready) < config.coordinator.min_ready:
+    if too_few(fleet, config):
         return None  # not the version's fault: it waits for the fleet
     for run in table.runs:
         candidate = table.candidate(run)
         if candidate is None:
             continue
-        heard = {name for name in ready if alive(fleet, config, name)}  # the word of one that fell silent is not taken
-        answers = {
-            name: answer(fleet, name, candidate, table.members[name].engine_epoch) if name in heard else None
-            for name in ready
-        }
+        answers = _answers(fleet, config, candidate)
         against = {name: ack for name, ack in answers.items() if ack is not None and not ack.accepted}
         refused = {name: ack.reason for name, ack in against.items() if ack.fault == "version"}
         unable = {name: ack.reason for name, ack in against.items() if name not in refused}
@@ -175,8 +205,7 @@ def conclude(fleet: Fleet, config: Config) -> Draft | None:
         if refused and len(refused) * 2 >= len(ready) - len(unable):
             return _roll_back(fleet, candidate, "; ".join(f"{name}: {why}" for name, why in refused.items()))
         deadline_s = config.coordinator.deadline_s
-        asked = table.versions[candidate].since  # or later, of a replica that became ready after it
-        if any(fleet.now - max(asked, table.members[name].since) <= deadline_s for name in silent):
+        if any(_left_s(fleet, config, candidate, name) >= 0 for name in silent):
             continue
         # what is left stands against replicas that accepted, or kept silent too long
         odd = {name: f"refused {candidate}: {why}" for name, why in refused.items()}
@@ -189,6 +218,28 @@ def conclude(fleet: Fleet, config: Config) -> Draft | None:
             draft.member(name, "ejected", why, table.members[name])
         return draft
     return None
+
+
+def unanswered(fleet: Fleet, config: Config, candidate: str) -> dict[str, float]:
+    """Ready replicas whose word on a candidate is waited for, and for how many seconds more."""
+    silent = [name for name, ack in _answers(fleet, config, candidate).items() if ack is None]
+    return {name: max(0.0, _left_s(fleet, config, candidate, name)) for name in silent}
+
+
+def _answers(fleet: Fleet, config: Config, candidate: str) -> dict[str, Ack | None]:
+    """The word of each ready replica; that of one that fell silent is not taken."""
+    return {
+        name: answer(fleet, name, candidate, fleet.table.members[name].engine_epoch)
+        if alive(fleet, config, name)
+        else None
+        for name in fleet.table.ready()
+    }
+
+
+def _left_s(fleet: Fleet, config: Config, candidate: str, replica: str) -> float:
+    """Until its deadline, which counts from when it was asked: at staging, or when it became ready later."""
+    asked = max(fleet.table.versions[candidate].since, fleet.table.members[replica].since)
+    return config.coordinator.deadline_s - (fleet.now - asked)
 
 
 def _to_the_gate(fleet: Fleet, candidate: str, ready: list[str]) -> Draft:

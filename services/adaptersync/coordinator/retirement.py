@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from adaptersync.coordinator.draft import Draft
@@ -20,56 +21,81 @@ from adaptersync_core.records import Fleet, Request
 from adaptersync_core.table import Table
 
 
+class Wait(Struct, frozen=True, kw_only=True):
+    """What holds a version up; it is waited for at most `left_s` longer, None: for as long as it takes."""
+
+    what: str
+    left_s: float | None
+
+
 def drain(fleet: Fleet, config: Config) -> Draft | None:
-    """Let agents unload what no router sends to any more.
+    """Let agents unload what no router sends to any more."""
+    draft = Draft(fleet)
+    for name, version in fleet.table.versions.items():
+        if version.state == "retiring" and not version.drained and not still_used(fleet, config, name):
+            draft.versions[name] = replace(version, drained=True, since=fleet.now)
+    return draft if draft.versions != fleet.table.versions else None
+
+
+def still_used(fleet: Fleet, config: Config, name: str) -> list[Wait]:
+    """Who may still send to a retiring version, or wait for its answer; nobody, once it has drained for `drain_s`.
 
     A router that serves the table of another incarnation has not heard of this one. After Redis was lost, one that is
     cut off may serve its last table without being known here, until it is too old to be served.
     """
-    draft = Draft(fleet)
-    settled = fleet.now - fleet.table.restored_at > ROUTER_TTL_S
-    for name, version in fleet.table.versions.items():
-        if version.state != "retiring" or version.drained:
+    table, version = fleet.table, fleet.table.versions[name]
+    left_s = config.coordinator.drain_s - (fleet.now - version.since)
+    if left_s < 0:
+        return []
+    waits = []
+    unsettled_s = ROUTER_TTL_S - (fleet.now - table.restored_at)
+    if unsettled_s >= 0:
+        waits.append(Wait(what="routers that a rebuilt Redis may not know of", left_s=min(unsettled_s, left_s)))
+    for router, seen in fleet.routers.items():
+        report = seen.report
+        if not seen.may_serve:  # one that is cut off serves its last table for a time; past it, nothing, wherever it is
             continue
-        # a router that is cut off serves its last table for a time; past it, it serves nothing, wherever it is
-        quiet = settled and all(
-            router.report.incarnation == fleet.table.incarnation
-            and router.report.generation >= version.changed_in
-            and not router.report.inflight.get(name)
-            for router in fleet.routers.values()
-            if router.may_serve
-        )
-        if quiet or fleet.now - version.since > config.coordinator.drain_s:
-            draft.versions[name] = replace(version, drained=True, since=fleet.now)
-    return draft if draft.versions != fleet.table.versions else None
+        if report.incarnation != table.incarnation or report.generation < version.changed_in:
+            what = f"the acknowledgement of router {router}"
+            waits.append(Wait(what=what, left_s=min(seen.serves_s, left_s)))
+        elif count := report.inflight.get(name):
+            waits.append(Wait(what=f"{count} requests in flight at router {router}", left_s=left_s))
+    return waits
 
 
 def forget(fleet: Fleet, config: Config) -> Draft | None:
     """Drop what every live replica has unloaded. One that is silent holds nothing up: it reconciles when it is back.
 
-    A replica that cannot unload in time is sent nothing until it has, and holds nothing up either. A report may be
-    older than a load; the ack of that load is not, and agents take it back once they have unloaded.
+    A replica that cannot unload in time is sent nothing until it has, and holds nothing up either.
     """
     draft = Draft(fleet)
-    live = {name: seen.report for name, seen in fleet.replicas.items() if alive(fleet, config, name)}
     for name, version in fleet.table.versions.items():
         if not version.drained:
             continue
-        holders = [
-            replica
-            for replica, report in live.items()
-            if name in report.loaded or accepted(fleet, replica, name, report.engine_epoch)
-        ]
+        held_by = holders(fleet, config, name)
         if fleet.now - version.since > config.coordinator.unload_s:
-            for replica in holders:
+            for replica in held_by:
                 member = draft.members.get(replica)
                 if member is not None and member.state == "ready" and can_spare(draft, config, 1):
                     draft.member(replica, "ejected", f"has not unloaded {name}", member)
-            holders = [replica for replica in holders if _counts(draft, replica)]
-        if not holders:
+            held_by = [replica for replica in held_by if _counts(draft, replica)]
+        if not held_by:
             draft.forget(name)
             draft.events.append(VersionRetired(version=name, generation=draft.generation))
     return draft if draft.events else None
+
+
+def holders(fleet: Fleet, config: Config, name: str) -> list[str]:
+    """Live replicas that have a version loaded.
+
+    A report may be older than a load; the ack of that load is not, and agents take it back once they have unloaded.
+    """
+    return [
+        replica
+        for replica, seen in fleet.replicas.items()
+        if alive(fleet, config, replica)
+        and (name in seen.report.loaded or accepted(fleet, replica, name, seen.report.engine_epoch))
+    ]
 
 
 def _counts(draft: Draft, replica: str) -> bool:

@@ -43,6 +43,7 @@ from adaptersync_core.store import ArtifactStore
 
 INSIST_S = 30.0  # how long a call is repeated while Redis is away; every call is safe to repeat
 PAUSE_S = 0.2
+BEAT_S = 2.0  # how often it says that it lives; several times within TRAINER_ALIVE_S
 LOOK_S = 1.0  # how often outcomes are looked for when no event says so
 
 TIDY_S = 300.0  # how often leftovers in the store are looked for
@@ -275,10 +276,14 @@ class AdapterPublisher:
 
     async def _watch(self) -> None:
         known = True
+        said_at = time.monotonic()
         while True:
             await self._bell.wait(LOOK_S)
             try:
                 await self._look()
+                if time.monotonic() - said_at > BEAT_S:
+                    await self._registry.beat(self.run, epoch=self.epoch, trainer=self._incarnation)
+                    said_at = time.monotonic()
                 known = True
             except AdapterSyncError as error:
                 if known:  # once, not every second until the server is back

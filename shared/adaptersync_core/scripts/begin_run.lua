@@ -10,8 +10,8 @@ end
 local epoch = math.max(tonumber(known[2] or '0'), tonumber(known[4] or '0'), tonumber(ARGV[5])) + 1
 local time = redis.call('TIME')
 redis.call('HSET', KEYS[1], 'nonce', ARGV[2], 'epoch', epoch, 'seq', seq, 'max_staleness', ARGV[3],
-  'trainer', ARGV[4], 'began_at', time[1])
-redis.call('HDEL', KEYS[1], 'ended_at')
+  'trainer', ARGV[4], 'began_at', time[1], 'heartbeat_ms', time[1] * 1000 + math.floor(time[2] / 1000))
+redis.call('HDEL', KEYS[1], 'ended_at', 'ended_by')
 redis.call('SADD', KEYS[2], ARGV[1])
 redis.call('XADD', KEYS[3], '*', 'type', 'run.began', 'run', ARGV[1], 'epoch', epoch, 'seq', seq,
   'max_staleness', ARGV[3], 'trainer', ARGV[4])

@@ -31,6 +31,23 @@ async def test_restoring_puts_back_table_fates_and_numbers(registry: Registry) -
         await registry.restore(lease, table, runs, fates)
 
 
+async def test_restoring_puts_back_that_a_run_ended_unless_it_began_again(registry: Registry) -> None:
+    lease = await registry.lead("c1", "c1", lease_s=30)
+    await registry.begin_run("again", nonce="n", max_staleness=1, trainer="t", stored=(4, 0))
+    runs = {
+        "run": RunRecord(epoch=4, seq=9, max_staleness=1, ended_at=5.0, ended_by="node lost"),
+        "closed": RunRecord(epoch=1, seq=1, max_staleness=1, ended_at=6.0),
+        "again": RunRecord(epoch=4, seq=9, max_staleness=1, ended_at=7.0),
+    }
+    await registry.restore(lease, Table(incarnation="anew", generation=8), runs, {})
+    known = (await registry.fleet()).runs
+    assert {name: (run.epoch, run.ended_at, run.ended_by) for name, run in known.items()} == {
+        "run": (4, 5.0, "node lost"),
+        "closed": (1, 6.0, ""),
+        "again": (5, 0.0, ""),
+    }
+
+
 async def test_a_trainer_learns_that_redis_stands_at_an_older_state(registry: Registry) -> None:
     await registry.begin_run("run", nonce="a", max_staleness=2, trainer="t")
     with pytest.raises(Forgotten):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from adaptersync_core.errors import Conflict, ControlError, Fenced, Forgotten, NameTaken
+from adaptersync_core.errors import Conflict, ControlError, Fenced, Forgotten, NameInvalid, NameTaken
 from adaptersync_core.events import ReplicaState, VersionPromoted, from_fields
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import (
@@ -95,6 +96,51 @@ async def test_an_end_is_said_once_and_by_the_present_trainer_and_taken_back_by_
     await begin(registry, "c")
     assert (await registry.fleet()).runs["run"].ended_at == 0
     assert await kinds(registry) == {"run.began": 3, "run.ended": 1}
+
+
+async def test_an_operator_ends_a_run_whose_trainer_fell_silent(registry: Registry, lossy: Registry) -> None:
+    await begin(registry, "a")
+    with pytest.raises(Conflict, match="trainer of this run lives"):
+        await registry.close_run("run", reason="node lost", alive_s=30)
+    assert not (await registry.fleet()).runs["run"].ended_at
+    await asyncio.sleep(0.05)
+    assert await insist(lambda: lossy.close_run("run", reason="node lost", alive_s=0.04)) == (False, 2)
+    assert not await registry.close_run("run", reason="once more", alive_s=0)
+    record = (await registry.fleet()).runs["run"]
+    assert (record.ended_at > 0, record.ended_by) == (True, "node lost")
+    assert await kinds(registry) == {"run.began": 1, "run.ended": 1}
+
+
+async def test_a_trainer_that_says_that_it_lives_is_not_ended_by_mistake(registry: Registry) -> None:
+    await begin(registry, "a")
+    await asyncio.sleep(0.05)
+    assert await registry.beat("run", epoch=1, trainer="a")
+    with pytest.raises(Conflict, match="use --force"):
+        await registry.close_run("run", reason="", alive_s=0.04)
+    await begin(registry, "b")
+    assert not await registry.beat("run", epoch=1, trainer="a")
+
+
+async def test_an_unknown_run_cannot_be_ended(registry: Registry) -> None:
+    with pytest.raises(NameInvalid, match="known runs: none"):
+        await registry.close_run("nobody", reason="", alive_s=0)
+
+
+async def test_the_trainer_of_a_run_that_was_ended_is_told_and_the_next_one_goes_on(
+    registry: Registry, manifest: Manifest
+) -> None:
+    await begin(registry, "a")
+    seq = await registry.reserve("run", epoch=1, nonce="x")
+    await registry.close_run("run", reason="node lost", alive_s=0)
+    for late in (
+        registry.reserve("run", epoch=1, nonce="y"),
+        registry.publish(replace(manifest, run="run", epoch=1, seq=seq), published_at=1.0, trainer="a"),
+    ):
+        with pytest.raises(Fenced, match="an operator ended this run: node lost"):
+            await late
+    await begin(registry, "b")
+    assert (await registry.fleet()).runs["run"].ended_by == ""
+    assert await registry.reserve("run", epoch=2, nonce="z") == 2
 
 
 async def test_an_older_trainer_gets_no_number(registry: Registry) -> None:

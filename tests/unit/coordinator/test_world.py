@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaptersync.coordinator.protocol import decide
+from adaptersync_tools.waits import waits
 from support.world import Action, World, apply, calm, coordinate, fleet, new_world
 
 FLEETS = st.builds(
@@ -90,6 +91,20 @@ def test_at_rest_every_engine_holds_what_is_served_and_nothing_else(world: World
     for name, member in world.table.members.items():
         if member.state == "ready":
             assert set(world.replicas[name].loaded) == set(world.table.wanted())
+
+
+@settings(max_examples=200, deadline=None)
+@given(world=FLEETS, steps=STEPS)
+def test_whatever_is_held_up_has_a_reason_and_nothing_else_has(world: World, steps: list[int]) -> None:
+    """Between two decisions: what operators are told waits is what the rules leave waiting."""
+    world = coordinate(walk(world, steps))
+    seen, table = fleet(world), world.table
+    held = {wait.version for wait in waits(seen, world.config)}
+    waiting = {name for name, version in table.versions.items() if version.state in ("staging", "retiring")}
+    waiting |= {name for name, version in table.versions.items() if version.state == "ready" and not version.admitted}
+    waiting |= {newer[-1].adapter_id for newer in seen.published.values() if newer}
+    admitted = {name for name, version in table.versions.items() if version.admitted}  # till its acks allow it
+    assert waiting <= held <= waiting | admitted
 
 
 @settings(max_examples=200, deadline=None)

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from adaptersync_core.events import (
     AdapterPublished,
+    ControlRestored,
     Event,
     ReplicaAcked,
     VersionPromoted,
@@ -20,9 +21,11 @@ from adaptersync_core.events import (
     VersionSuperseded,
     VersionVoided,
 )
-from adaptersync_tools.chaos.history import History, Rollout
-from adaptersync_tools.chaos.plan import faults
-from adaptersync_tools.chaos.report import Report, lines
+from adaptersync_tools.chaos.history import History, Rollout, Violation
+from adaptersync_tools.chaos.names import Names
+from adaptersync_tools.chaos.plan import DECK, KINDS, LEASES_S, STEPS, Kind, faults
+from adaptersync_tools.chaos.report import Report, Struck, document, kinds, lines, show
+from adaptersync_tools.output import console
 
 LATE_S = 5.0
 V1, V2 = "run-v1-0123456789ab", "run-v2-ba9876543210"
@@ -158,32 +161,164 @@ def test_a_fleet_that_is_broken_on_purpose_may_fail_to_answer(status: int) -> No
     assert judged(status=status) == []
 
 
+SERVICES = ["agent-0", "engine-0", "redis-cache", "redis-control", "router", "trainer"]
+
+
 def test_a_seed_is_a_plan() -> None:
-    targets = ["agent-0", "router"]
-    first, again, other = (list(islice(faults(seed, targets), 200)) for seed in (1, 1, 2))
+    first, again, other = (list(islice(faults(seed, SERVICES), 200)) for seed in (1, 1, 2))
     assert first == again != other
-    assert {fault.target for fault in first} == set(targets)
-    assert {fault.kind for fault in first} == {"kill", "freeze"}
-    assert all(fault.lasts_s > 0 for fault in first if fault.kind == "freeze")
+    assert [fault.number for fault in first] == list(range(1, 201))
 
 
-def test_the_summary_says_how_to_run_it_again_and_what_broke() -> None:
-    report = Report(
+@pytest.mark.parametrize("seed", range(5))
+def test_every_kind_of_fault_comes_up_in_every_deck_and_strikes_what_it_can(seed: int) -> None:
+    dealt = list(islice(faults(seed, SERVICES), 10 * len(DECK)))
+    for place in range(0, len(dealt), len(DECK)):
+        assert {fault.kind for fault in dealt[place : place + len(DECK)]} == set(KINDS)
+    struck = {kind: {fault.target for fault in dealt if fault.kind == kind} for kind in KINDS}
+    assert struck["kill"] == struck["freeze"] == set(SERVICES)
+    assert struck["stall"] == {"agent-0", "engine-0", "router", "trainer"}
+    assert struck["flush"] == {"redis-cache", "redis-control"}
+    assert struck["rewind"] == {"redis-control"}
+    assert {fault.after for fault in dealt} == set(STEPS)
+    assert all(fault.lasts_s >= LEASES_S for fault in dealt if fault.kind == "stall")
+    assert all(fault.lasts_s > 0 for fault in dealt if fault.kind in ("freeze", "rewind"))
+
+
+# across a Redis that lost something
+
+RESTORED = ControlRestored(incarnation="b", generation=2)
+
+
+def across(before: list[Event], after: list[Event]) -> list[str]:
+    """What is found in events on either side of a loss."""
+    history, found = told(*before)
+    assert not found
+    history.lost()
+    return [violation.what for event in after for violation in history.add(90_000.0, event)]
+
+
+def test_the_last_promotion_may_be_lost_and_made_again() -> None:
+    assert across(way_in(V1), [RESTORED, promoted(V1)]) == []
+    assert across(way_in(V1), [RESTORED, REFUSED[0]]) == []
+
+
+def test_what_was_decided_before_the_last_decision_holds() -> None:
+    later = [*way_in(V1), VersionRetiring(version=V2, generation=2, reason="")]
+    (what,) = across(later, [RESTORED, promoted(V1)])
+    assert "promoted twice" in what
+    (what,) = across(later, [RESTORED, REFUSED[0]])
+    assert "refused after it was promoted" in what
+    # of one that could be made again, once
+    assert "promoted twice" in across(way_in(V1), [RESTORED, promoted(V1), promoted(V1)])[0]
+
+
+def test_what_was_voided_never_returns_whatever_is_lost() -> None:
+    voided = [*way_in(V1), *way_in(V2), VersionVoided(version=V2, generation=2, reason="bad", current=V1)]
+    found = across(voided, [RESTORED, promoted(V2)])
+    assert any("was voided and came back" in what for what in found)
+    back = VersionVoided(version=V1, generation=3, reason="", current=V2)
+    assert across(voided, [RESTORED, back]) == [f"went back to what was refused: {V2}"]
+    history, _ = told(*voided)
+    history.lost()
+    late = replace(RIGHT, version=V2, model=V2, tokens=tuple(speak(V2, (1, 2), 2, 3)), sent_at=50.0, got_at=51.0)
+    assert ["served after it was withdrawn" in one.what for one in history.judge(late)] == [True]
+
+
+def test_what_was_withdrawn_last_may_be_served_again_until_it_is_withdrawn_again() -> None:
+    history, _ = told(*way_in(V1), VersionRetiring(version=V1, generation=2, reason=""))
+    history.lost()
+    late = replace(RIGHT, sent_at=50.0, got_at=51.0)
+    assert history.judge(late) == []
+    history.add(60_000.0, RESTORED)
+    history.add(61_000.0, VersionRetiring(version=V1, generation=3, reason=""))
+    assert history.judge(late) == []
+    assert history.judge(replace(RIGHT, sent_at=70.0, got_at=71.0))
+
+
+# names
+
+
+def test_a_name_has_one_digest_wherever_it_is_read() -> None:
+    names = Names()
+    digest = "0123456789ab" + "0" * 52
+    assert names.add("an event", V1, digest) == names.add("the store", V1, digest) == []
+    assert "two digests" in names.add("the ledger", V1, digest[:-1] + "1")[0]
+    assert "another digest" in names.add("the store", V2, digest)[0]
+    assert "names no version" in names.add("the ledger", "latest", digest)[0]
+
+
+def test_a_number_is_given_once_but_files_that_nobody_announced_may_bear_it() -> None:
+    names = Names()
+    assert names.add("an event", V1, "0123456789ab") == []
+    assert names.add("the store", "run-v1-ffffffffffff", "ffffffffffff") == []
+    (what,) = names.add("the ledger", "run-v1-ffffffffffff", "ffffffffffff")
+    assert "number reused" in what
+
+
+# the report
+
+
+def report(**changes: Any) -> Report:
+    made = Report(
         seed=7,
         seconds=90,
         replicas=2,
+        slots=64,
+        began_at=1000.0,
         faults=[],
         answers={"200": 5},
         versions={"promoted": 1},
+        restored=1,
         probes=3,
+        names=4,
         rows=5,
         unrecorded=0,
         crashes={},
-        converged_s=None,
+        rest_s=None,
         converge_bound_s=60,
         violations=[],
     )
-    text = "\n".join(lines(report))
-    assert "tools/chaos --seed 7 --minutes 1.5 --replicas 2" in text
-    assert "not within 60 s" in text
+    return replace(made, **changes)
+
+
+def struck(kind: Kind, at_s: float, recovered_s: float | None, *, done: bool = True) -> Struck:
+    fault = replace(next(faults(1, SERVICES)), kind=kind)
+    return Struck(fault=fault, at_s=at_s, ended_s=at_s + 1, recovered_s=recovered_s, done=done)
+
+
+def test_the_summary_says_how_to_run_it_again_and_what_broke() -> None:
+    text = "\n".join(lines(report()))
+    assert "tools/chaos --seed 7 --seconds 90 --replicas 2 --slots 64" in text
+    assert "not reached" in text
     assert "every promise held" in text
+    broken = report(violations=[Violation(kind="ledger", what="2 answers have no row", at=1012.0)])
+    assert "VIOLATION    12.0 s  ledger: 2 answers have no row" in "\n".join(lines(broken))
+    assert "1 promises were broken" in "\n".join(lines(broken))
+
+
+def test_the_table_counts_recoveries_and_violations_by_kind() -> None:
+    made = report(
+        faults=[
+            struck("kill", 1, 2.0),
+            struck("kill", 10, 4.0),
+            struck("kill", 20, None),
+            struck("flush", 8, 1, done=False),
+        ],
+        violations=[Violation(kind="answer", what="x", at=1000 + at_s) for at_s in (2, 9, 30)],
+    )
+    found = {view.kind: view for view in kinds(made)}
+    kill, flush = found["kill"], found["flush"]
+    assert (kill.count, kill.missed, kill.p50_s, kill.max_s, kill.violations) == (3, 0, 3.0, 4.0, 2)
+    assert (flush.count, flush.missed, flush.violations) == (1, 1, 1)
+    assert found["stall"].p50_s is None
+
+
+def test_the_document_says_whether_it_is_sound(capsys: pytest.CaptureFixture[str]) -> None:
+    assert document(report())["sound"] is True
+    broken = report(violations=[Violation(kind="ledger", what="lost", at=1.0)])
+    assert document(broken)["sound"] is False
+    show(broken, console())
+    shown = capsys.readouterr().out
+    assert "recovery p50" in shown
+    assert "VIOLATION" in shown

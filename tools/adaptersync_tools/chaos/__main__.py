@@ -13,43 +13,61 @@ import msgspec
 from adaptersync_tools.chaos import drive, report
 from adaptersync_tools.cli.common import run_command
 from adaptersync_tools.cli.local import interrupt_on_sigterm
-from adaptersync_tools.output import Narrator, console
+from adaptersync_tools.output import Narrator, console, print_json
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--minutes", type=click.FloatRange(0.1, 600), default=10.0, show_default=True, help="How long it breaks.")
+@click.option(
+    "--seconds", type=click.FloatRange(5, 36_000), default=600.0, show_default=True, help="How long it breaks."
+)
 @click.option("--seed", type=int, help="What breaks, in which order.  [default: a new one, and the report says which]")
 @click.option("--replicas", type=click.IntRange(1, 16), default=3, show_default=True, help="Simulated engines.")
+@click.option("--slots", type=click.IntRange(8, 256), default=64, show_default=True, help="Adapters an engine holds.")
+@click.option("--json", "as_json", is_flag=True, help="For programs: the whole report as JSON on standard output.")
 @click.option(
     "--report",
     "report_path",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Where to write the whole report, as JSON.",
+    help="Where to write the same JSON, beside the summary.",
 )
 @click.option(
     "--keep", type=click.Path(file_okay=False, path_type=Path), help="Directory for the fleet's data and logs; kept."
 )
-def chaos(minutes: float, seed: int | None, replicas: int, report_path: Path | None, keep: Path | None) -> int:
+def chaos(
+    seconds: float,
+    seed: int | None,
+    replicas: int,
+    slots: int,
+    as_json: bool,
+    report_path: Path | None,
+    keep: Path | None,
+) -> int:
     """Break a simulated fleet under traffic for a while, and watch whether its promises hold.
 
-    Processes are killed and frozen at random steps of the protocol: coordinators, agents, routers, trainers, engines
-    and both Redis servers.
+    Coordinators, agents, routers, trainers, engines and both Redis servers are killed and frozen at random steps of the
+    protocol; Redis is emptied and set back. After most faults the fleet is left alone until it has recovered, within a
+    bound. Ends by itself some minutes after --seconds at the latest; exit status 1 when a promise was broken.
     """
     interrupt_on_sigterm()
     chosen = secrets.randbelow(1 << 31) if seed is None else seed
-    narrator = Narrator(console(stderr=True))
+    screen = console(stderr=True)
+    narrator = Narrator(screen)
     with tempfile.TemporaryDirectory(prefix="adaptersync-chaos-") as scratch:
         directory = (keep or Path(scratch)).absolute()
         directory.mkdir(parents=True, exist_ok=True)
         try:
             made = drive.run(
-                seed=chosen, seconds=minutes * 60, replicas=replicas, directory=directory, progress=narrator
+                seed=chosen, seconds=seconds, replicas=replicas, slots=slots, directory=directory, progress=narrator
             )
         finally:
             narrator.quiet()
-    report.write(made)
+    document = report.document(made)
+    if as_json:
+        print_json(document)
+    else:
+        report.show(made, screen)
     if report_path is not None:
-        report_path.write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=1))
+        report_path.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
     return 0 if made.sound else 1
 
 

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from adaptersync_core.events import (
     AdapterPublished,
+    ControlRestored,
     ReplicaAcked,
     VersionPromoted,
     VersionRetired,
@@ -57,7 +58,11 @@ class Rollout(Struct, frozen=True, kw_only=True):
 
 
 class History:
-    """Fates of versions in the order of the events. `late_ms` is how long a router may serve from an older table."""
+    """Fates of versions in the order of the events. `late_ms` is how long a router may serve from an older table.
+
+    The last decision before Redis lost something may be lost with it, unless it was a refusal: what it promoted may be
+    promoted once more, what it withdrew served again. Everything before it must hold.
+    """
 
     def __init__(self, *, late_s: float, speak: Speak) -> None:
         self._late_ms = late_s * 1000
@@ -66,12 +71,21 @@ class History:
         self.withdrawn: dict[str, float] = {}  # retiring or voided: nothing new from here on
         self.refused: dict[str, str] = {}  # rolled back or superseded
         self.names: dict[tuple[str, int], str] = {}
+        self.voided: set[str] = set()
         self._gone: set[str] = set()
         self._acked: set[tuple[str, str]] = set()
+        self.generation = 0  # the highest that was heard of
+        self._latest: list[str] = []  # versions that the decisions of that generation speak of
+        self._unclear: set[str] = set()
+
+    def lost(self) -> None:
+        """Redis was emptied or set back; every event up to then was added."""
+        self._unclear.update(self._latest)
 
     def add(self, at_ms: float, event: Any) -> list[Violation]:
         """Take in the next event; what it shows to be broken."""
         found: list[str] = []
+        self._follow(event)
         match event:
             case AdapterPublished():
                 known = self.names.setdefault((event.run, event.seq), event.version)
@@ -84,20 +98,42 @@ class History:
                     self._acked.discard((event.replica, event.version))
             case VersionPromoted():
                 found += self._promoted(at_ms, event)
-            case VersionRetiring() | VersionVoided():
-                self.withdrawn.setdefault(event.version, at_ms)
+            case VersionRetiring():
+                self._withdrawn(event.version, at_ms)
+            case VersionVoided():
+                self._withdrawn(event.version, at_ms)
+                self.voided.add(event.version)
+                if event.current in self.voided or event.current in self.refused:
+                    found.append(f"went back to what was refused: {event.current}")
             case VersionRolledBack() | VersionSuperseded():
-                if event.version in self.promoted:
+                if event.version in self.promoted and event.version not in self._unclear:
                     found.append(f"refused after it was promoted: {event.version}")
                 self.refused[event.version] = event.reason
             case VersionRetired():
                 self._gone.add(event.version)
         return [Violation(kind="protocol", what=what, at=at_ms / 1000) for what in found]
 
+    def _follow(self, event: Any) -> None:
+        """Keep which versions the latest decision was about."""
+        generation = getattr(event, "generation", 0)
+        if isinstance(event, ControlRestored) or generation > self.generation:
+            self.generation, self._latest = generation, []
+        if generation == self.generation and generation and hasattr(event, "version"):
+            self._latest.append(event.version)
+
+    def _withdrawn(self, version: str, at_ms: float) -> None:
+        if version in self._unclear:
+            self._unclear.discard(version)
+            self.withdrawn.pop(version, None)
+        self.withdrawn.setdefault(version, at_ms)
+
     def _promoted(self, at_ms: float, event: VersionPromoted) -> list[str]:
         found = []
-        if event.version in self.promoted:
+        if event.version in self.promoted and event.version not in self._unclear:
             found.append(f"promoted twice: {event.version}")
+        self._unclear.discard(event.version)
+        if event.version in self.voided:
+            found.append(f"was voided and came back: {event.version}")
         if event.version in self.refused or event.version in self._gone:
             found.append(f"came back: {event.version}")
         for replica in event.replicas.split():
@@ -123,7 +159,8 @@ class History:
         promoted, withdrawn = self.promoted.get(version), self.withdrawn.get(version)
         if promoted is None or promoted > rollout.got_at * 1000 + CLOCK_MS:
             found.append(f"served before it was promoted: {version}")
-        if withdrawn is not None and rollout.sent_at * 1000 > withdrawn + self._late_ms + CLOCK_MS:
+        unclear = version in self._unclear and version not in self.voided
+        if withdrawn is not None and not unclear and rollout.sent_at * 1000 > withdrawn + self._late_ms + CLOCK_MS:
             found.append(f"served after it was withdrawn: {version}")
         if tuple(self._speak(version, rollout.prompt, rollout.limit, rollout.seed)) != rollout.tokens:
             found.append(f"tokens are not those of the version's weights: {version}")
@@ -137,6 +174,8 @@ class History:
         if version is None:
             return [f"a run was refused with {rollout.status}: {rollout.reason}"]
         promoted, withdrawn = self.promoted.get(version), self.withdrawn.get(version)
+        if version in self._unclear:
+            return []
         if promoted is None or promoted > rollout.sent_at * 1000 - CLOCK_MS:
             return []
         if withdrawn is not None and withdrawn < rollout.got_at * 1000 + CLOCK_MS:

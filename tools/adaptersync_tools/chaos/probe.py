@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 
 import aiohttp
 import orjson
@@ -21,11 +21,22 @@ PAUSES = ("/pause", "/resume", "/sleep", "/wake_up")
 
 
 class Probe:
-    """`checked` counts questions that had to be answered with 200, and were."""
+    """`checked` counts questions that had to be answered with 200, and were.
 
-    def __init__(self, registry: Registry, engines: Mapping[str, str], found: Callable[[Violation], None]) -> None:
+    `newest` is the highest generation that was heard of: a table below it is one that Redis was set back to.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        found: Callable[[Violation], None],
+        *,
+        newest: Callable[[], int],
+        voided: Collection[str],
+    ) -> None:
         self._registry = registry
-        self._engines = engines
+        self._newest = newest
+        self._voided = voided
         self._found = found
         self.checked = 0
 
@@ -37,6 +48,10 @@ class Probe:
                 table = await self.table()
                 if table is None:
                     continue
+                for version in self._voided:
+                    if table.routable(version):
+                        what = f"generation {table.generation} serves {version}, which was voided"
+                        self._found(Violation(kind="voided", what=what, at=time.time()))
                 for name in table.ready():
                     await self._paused(session, table.members[name].url)
                     for version in table.versions:
@@ -45,9 +60,10 @@ class Probe:
 
     async def table(self) -> Table | None:
         try:
-            return await self._registry.table()
+            table = await self._registry.table()
         except ControlError:
             return None
+        return table if table.generation >= self._newest() else None
 
     async def _paused(self, session: aiohttp.ClientSession, url: str) -> None:
         try:

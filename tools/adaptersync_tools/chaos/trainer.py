@@ -15,7 +15,7 @@ from adaptersync_core.errors import AdapterSyncError, PublicationFailed
 from adaptersync_tools.demo.synthetic import write_adapter
 
 OUTCOME_S = 15.0  # then it publishes the next one all the same, as a trainer that does not wait
-REST_S = 0.4
+REST_S = 1.0
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Commands that ask the fleet for something: publish, rollback, gate, verify. Each waits a while for the outcome."""
+"""Commands that ask the fleet for something: publish, rollback, gate, end, verify; most wait for the outcome."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.text import Text
 
 from adaptersync_core.errors import AdapterInvalid, ControlError, NameInvalid, PublicationFailed
 from adaptersync_core.identity import parse_adapter_id
+from adaptersync_core.keys import TRAINER_ALIVE_S
 from adaptersync_core.queue import enqueue_verification
 from adaptersync_core.records import Request
 from adaptersync_core.registry import Registry
@@ -106,6 +107,26 @@ def rollback_told(event: dict[str, str]) -> Text:
         return Text.assemble("gave up ", (event["version"], "bold"))
     current = event.get("current", "")
     return Text.assemble("voided ", (event["version"], "bold"), "; ", (current, "bold green"), " is current")
+
+
+@click.command()
+@click.argument("run")
+@config_option
+@click.option("--reason", required=True, help="Why; a trainer of the run that still lives is told.")
+@click.option("--force", is_flag=True, help="Even if its trainer lives: it can publish no more.")
+def end(run: str, config_path: Path | None, reason: str, force: bool) -> None:
+    """End a run whose trainer died without saying so.
+
+    What it promoted stays while nobody needs the room, as when a trainer ends its run itself. The trainer that began it
+    is refused from here on; another may begin it again.
+
+    \b
+    Example:
+      adaptersync end my-run --reason "node lost"
+    """
+    alive_s = 0 if force else TRAINER_ALIVE_S
+    news = visit(settings(config_path), lambda registry: registry.close_run(run, reason=reason, alive_s=alive_s))
+    console().print(Text.assemble("run ", (run, "bold"), " is ended" if news else " had ended before"))
 
 
 @click.command()
@@ -212,4 +233,4 @@ def verify(version: str, config_path: Path | None, as_json: bool, timeout_s: flo
         raise AdapterInvalid(f"stored version is corrupt: {record.get('verified_reason')}", version=version)
 
 
-COMMANDS = (publish, rollback, gate, verify)
+COMMANDS = (publish, rollback, gate, end, verify)

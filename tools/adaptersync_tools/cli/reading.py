@@ -23,7 +23,7 @@ from adaptersync_core.records import Fleet
 from adaptersync_core.redis import Entry
 from adaptersync_core.registry import Registry
 from adaptersync_core.rollouts import read_rollouts
-from adaptersync_tools import explain, views
+from adaptersync_tools import explain, views, waits
 from adaptersync_tools.cli.common import config_option, json_option, settings, visit
 from adaptersync_tools.output import EVENT_STYLES, console, milliseconds, print_json, seconds, state, table
 
@@ -51,7 +51,12 @@ def status(config_path: Path | None, as_json: bool) -> int:
 
     fleet, (leader, left_s) = visit(config, read)
     view = views.status(
-        fleet, group=config.group.name, leader=leader, lease_left_s=left_s, alive_s=config.coordinator.alive_s
+        fleet,
+        group=config.group.name,
+        leader=leader,
+        lease_left_s=left_s,
+        alive_s=config.coordinator.alive_s,
+        waits=waits.waits(fleet, config),
     )
     if as_json:
         print_json(view)
@@ -109,6 +114,12 @@ def _print_status(view: views.StatusView) -> None:
     ]
     columns = ("router!", "url", "generation>", "behind>", "in flight>", "heard>")
     out.print(table("Routers", columns, routers) if routers else Text("no routers", "dim"))
+    if view.waits:
+        held = [
+            (each.version, state(each.state), each.waits_for, "" if each.left_s is None else seconds(each.left_s))
+            for each in view.waits
+        ]
+        out.print(table("Waiting", ("version!", "state!", "waits for", "at most>"), held))
 
 
 @click.command()

@@ -110,7 +110,7 @@ class _Drive:
         self._history = History(late_s=TABLE_AGE_S + 1.0, speak=self._speak)
         self._names = Names()
         self._watch = Watch(self._client, self._keys, self._history, self._names, self._found)
-        self._striker = Striker(stack, self._watch, self._client, self._cache)
+        self._striker = Striker(stack, self._watch, self._client, self._cache, self._void)
         self._calm = Calm(
             self._registry,
             services=stack.supervisor.services,
@@ -284,23 +284,18 @@ class _Drive:
     async def _rows(self) -> dict[str, str]:
         """The version of each request by the ledger, once every answer has its row or none comes any more."""
         rows: dict[str, str] = {}
-        for _ in range(int(LEDGER_S / LOOK_S)):
-            rows = await self._ledger()
-            if not self._answered.keys() - rows.keys():
-                break
+        after, deadline = "0", time.monotonic() + LEDGER_S
+        while True:
+            while page := await self._client.read_stream(self._keys.rollouts, after, count=PAGE):
+                after = page[-1][0]
+                for _, fields in page:
+                    rows[fields["request_id"]] = fields.get("version", "")
+                    if fields.get("run") and fields.get("digest"):
+                        for what in self._names.add("the ledger", fields["version"], fields["digest"]):
+                            self._broken("identity", what)
+            if not self._answered.keys() - rows.keys() or time.monotonic() > deadline:
+                return rows
             await asyncio.sleep(LOOK_S)
-        return rows
-
-    async def _ledger(self) -> dict[str, str]:
-        found, after = {}, "0"
-        while rows := await self._client.read_stream(self._keys.rollouts, after, count=PAGE):
-            after = rows[-1][0]
-            for _, fields in rows:
-                found[fields["request_id"]] = fields.get("version", "")
-                if fields.get("run") and fields.get("digest"):
-                    for what in self._names.add("the ledger", fields["version"], fields["digest"]):
-                        self._broken("identity", what)
-        return found
 
     def _check_rows(self, rows: dict[str, str]) -> None:
         if unrecorded := len(self._answered.keys() - rows.keys()):

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from adaptersync_core.errors import ControlError
@@ -37,9 +38,15 @@ class Struck:
 
 
 class Striker:
-    """`ordered` counts the ends of services that were ordered here."""
+    """`ordered` counts the ends of services that were ordered here.
 
-    def __init__(self, stack: Stack, watch: Watch, control: RedisClient, cache: RedisClient) -> None:
+    `void` withdraws a version: what was voided after a copy was taken must not return with it.
+    """
+
+    def __init__(
+        self, stack: Stack, watch: Watch, control: RedisClient, cache: RedisClient, void: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._void = void
         self._stack = stack
         self._watch = watch
         self._control = control
@@ -99,6 +106,7 @@ class Striker:
         if not await insist(self._no_rewrite, AWAY_S):
             return False
         await asyncio.to_thread(_replace, copy, data)
+        await self._void()
         await asyncio.sleep(fault.lasts_s)
         deadline = time.monotonic() + AWAY_S
         while time.monotonic() < deadline:

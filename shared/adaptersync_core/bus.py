@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Container
 
 from adaptersync_core.errors import ControlError, ControlUnavailable
 from adaptersync_core.redis import Entry, RedisClient
@@ -69,7 +69,8 @@ async def _end(client: RedisClient, stream: str) -> str:
     return last[0][0] if last else "0-0"
 
 
-async def ring_on_events(bell: Bell, url: str, stream: str, *, name: str) -> None:
-    """Ring `bell` for every batch of events; runs until cancelled."""
-    async for _ in follow(url, stream, name=name):
-        bell.ring()
+async def ring_on_events(bell: Bell, url: str, stream: str, *, name: str, unless: Container[str] = ()) -> None:
+    """Ring `bell` for every batch of events but those of the types in `unless` alone; runs until cancelled."""
+    async for entries in follow(url, stream, name=name):
+        if not entries or any(fields.get("type") not in unless for _, fields in entries):
+            bell.ring()

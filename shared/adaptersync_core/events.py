@@ -6,6 +6,7 @@ truth is in the records they speak of. Fields may be added with defaults; unknow
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import msgspec
@@ -183,16 +184,25 @@ AnyEvent = (
     | RequestRefused
 )
 
+# Said to the coordinator: the table is as it was before. Whoever waits for the table alone need not look at it for each
+# of them, which would be every replica for the ack of every other.
+REPORTS = frozenset({"run.began", "run.ended", "adapter.published", "replica.acked", "version.verified"})
+
 
 def to_fields(event: Event) -> list[str]:
     """Field, value, field, value, ... as a stream entry holds them; what is None, or empty by default, is left out."""
     fields: list[str] = []
-    empty = {field.name for field in msgspec.structs.fields(event) if field.default == ""}
+    empty = _empty_by_default(type(event))
     for name, value in msgspec.to_builtins(event).items():
         if value is None or (value == "" and name in empty):
             continue
         fields += name, _text(value)
     return fields
+
+
+@functools.cache
+def _empty_by_default(kind: type[Event]) -> frozenset[str]:
+    return frozenset(field.name for field in msgspec.structs.fields(kind) if field.default == "")
 
 
 def from_fields(fields: dict[str, str]) -> AnyEvent:

@@ -6,6 +6,7 @@ is left out with a warning: one bad record must not stop the whole group.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from functools import lru_cache
@@ -193,9 +194,15 @@ def hash_fields(report: Struct) -> list[str]:
 
 
 def from_hash(name: str, fields: dict[str, str], kind: type[RecordT]) -> RecordT | None:
-    structured = {field.name for field in msgspec.structs.fields(kind) if field.type is not str}
+    structured = _structured(kind)
     raw = {key: msgspec.Raw(text.encode()) if key in structured else text for key, text in fields.items()}
     return from_json(name, msgspec.json.encode(raw), kind)
+
+
+@functools.cache
+def _structured(kind: type[Struct]) -> frozenset[str]:
+    """Fields kept as JSON. Asked for every record of every look at a fleet, and slow to find out: it compiles types."""
+    return frozenset(field.name for field in msgspec.structs.fields(kind) if field.type is not str)
 
 
 def from_text(name: str, fields: dict[str, str], kind: type[RecordT]) -> RecordT | None:

@@ -25,7 +25,6 @@ from adaptersync_core.records import (
     Request,
     RouterReport,
     RunRecord,
-    SeenReplica,
     SeenRouter,
     VersionRecord,
     from_hash,
@@ -37,11 +36,13 @@ from adaptersync_core.records import (
 )
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.scripts import Script
+from adaptersync_core.sightings import Sightings
 from adaptersync_core.table import Table
 
 SCRIPTS = (
     *("begin_run", "beat", "end_run", "close_run", "reserve", "publish", "report", "ack", "request", "verified"),
     *("lead", "resign", "decide", "restore", "announce_again"),
+    *("look", "forget_acks"),
 )
 OPEN_REQUESTS = 64
 NUMBERS_GAP = 100  # given out before a loss and not written down anywhere: more than any trainer can have in hand
@@ -135,7 +136,7 @@ class Registry:
 
     async def ack(self, replica: str, adapter_id: str, ack: Ack) -> bool:
         """Say whether this replica holds a version; False when the same was said before."""
-        keys = (self.keys.acks(replica), self.keys.events)
+        keys = (self.keys.acks(replica), self.keys.replicas, self.keys.events)
         event = ReplicaAcked(
             version=adapter_id,
             replica=replica,
@@ -146,16 +147,15 @@ class Registry:
             fault="replica" if not ack.accepted and ack.fault == "replica" else "",
             **{name: ack.phases.get(name) for name in ("staged_s", "verified_s", "loaded_s", "proved_s")},
         )
-        return bool(
-            await self._run("ack", keys, adapter_id, msgspec.json.encode(ack), REPLICA_TTL_S, *to_fields(event))
-        )
+        text = msgspec.json.encode(ack)
+        return bool(await self._run("ack", keys, replica, adapter_id, text, REPLICA_TTL_S, *to_fields(event)))
 
     async def acks(self, replica: str) -> dict[str, Ack]:
         return read_acks(await self.client.command("HGETALL", self.keys.acks(replica)))
 
     async def forget_acks(self, replica: str, adapter_ids: Sequence[str]) -> None:
         if adapter_ids:
-            await self.client.command("HDEL", self.keys.acks(replica), *adapter_ids)
+            await self._run("forget_acks", (self.keys.acks(replica), self.keys.replicas), replica, *adapter_ids)
 
     # router
 
@@ -181,20 +181,24 @@ class Registry:
         """Let another lead at once."""
         await self._run("resign", (self.keys.control,), lease.fence)
 
-    async def fleet(self) -> Fleet:
-        """Everything a decision needs. Not one snapshot: `decide` checks again what it must."""
+    async def fleet(self, sightings: Sightings | None = None) -> Fleet:
+        """Everything a decision needs. Not one snapshot: `decide` checks again what it must.
+
+        With the `sightings` of the last look only those replicas are read that said something since.
+        """
         keys = self.keys
+        sightings = Sightings() if sightings is None else sightings
         time, table_text, runs, replicas, routers, requests = await self.client.pipeline(
             [
                 ("TIME",),
                 ("GET", keys.table),
                 ("SMEMBERS", keys.runs),
-                ("ZRANGE", keys.replicas, 0, -1),
+                ("ZRANGE", keys.replicas, 0, -1, "WITHSCORES"),
                 ("ZRANGE", keys.routers, 0, -1),
                 ("HGETALL", keys.requests),
             ]
         )
-        now = time[0] + time[1] / 1e6
+        now, now_ms = time[0] + time[1] / 1e6, time[0] * 1000 + time[1] // 1000
         table = _table(table_text)
         runs = sorted(runs)
         reads: list[tuple[Any, ...]] = []
@@ -212,13 +216,14 @@ class Registry:
                 PUBLICATIONS_AT_ONCE + 1,  # one more tells that they are not all
             )
             reads.append(newer)
-        reads += [
-            command for name in replicas for command in (("HGETALL", keys.replica(name)), ("HGETALL", keys.acks(name)))
-        ]
         reads += [("HGETALL", keys.router(name)) for name in routers]
         replies = iter(await self.client.pipeline(reads))
         records = {run: (next(replies), next(replies)) for run in runs}
-        seen = {name: (next(replies), next(replies)) for name in replicas}
+        dates = dict(zip(replicas[::2], map(float, replicas[1::2]), strict=True))
+        due = sightings.due(dates)
+        said = iter(await self._look([key for name in due for key in (keys.replica(name), keys.acks(name))]))
+        for name in due:
+            sightings.note(name, dates[name], now_ms, next(said), next(said))
         published = {}
         for run, (_, names) in records.items():
             texts = await self.client.pipeline([("GET", keys.manifest(name)) for name in names])
@@ -233,12 +238,8 @@ class Registry:
                 if record and (known := from_text(run, record, RunRecord)) is not None
             },
             published=published,
-            replicas={
-                name: SeenReplica(report=report, age_s=now - int(record["heartbeat_ms"]) / 1000)
-                for name, (record, _) in seen.items()
-                if record and (report := from_hash(name, record, ReplicaReport)) is not None
-            },
-            acks={name: read_acks(acks) for name, (_, acks) in seen.items()},
+            replicas=sightings.replicas(now),
+            acks=sightings.acks(),
             routers={
                 name: SeenRouter(report=router, age_s=now - int(record["heartbeat_ms"]) / 1000)
                 for name in routers
@@ -249,6 +250,11 @@ class Registry:
                 for name, text in requests.items()
             },
         )
+
+    async def _look(self, keys: Sequence[str]) -> list[dict[str, str]]:
+        """Several hashes in one call."""
+        flat = await self._run("look", keys) if keys else []
+        return [dict(zip(fields[::2], fields[1::2], strict=True)) for fields in flat]
 
     async def decide(self, decision: Decision, lease: Leadership, *, alive_s: float) -> None:
         """Commit a decision. Fenced when another coordinator leads, Conflict when the fleet moved on meanwhile."""

@@ -118,7 +118,9 @@ class Replica:
             **settings,
         )
         config = replace(self.config, agent=section, store=StoreSection(path=str(self.mount)))
-        self._agent = asyncio.create_task(agent_app._stand_beside(config), name=f"agent of {self.name}")
+        self._agent = asyncio.create_task(
+            agent_app._stand_beside(config, self.fleet.readers.get(self.mount)), name=f"agent of {self.name}"
+        )
 
     async def stop_agent(self) -> None:
         if self._agent is not None:
@@ -445,7 +447,6 @@ async def whole_fleet(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agent_app, "REST_S", 0.5)
         patch.setattr(agent_app, "RETRY_S", 0.1)
-        patch.setattr(agent_app, "ArtifactStore", lambda root: ArtifactStore(root, fleet.readers.get(root)))
         try:
             if start:
                 await fleet.start()

@@ -17,6 +17,7 @@ from adaptersync.agent.token import new_token
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, EngineUnavailable
+from adaptersync_core.events import REPORTS
 from adaptersync_core.keys import Keys
 from adaptersync_core.lane import FastLane
 from adaptersync_core.lifecycle import run_until_stopped
@@ -24,7 +25,7 @@ from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import Ack, Fault, ReplicaReport
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
-from adaptersync_core.store import ArtifactStore
+from adaptersync_core.store import ArtifactStore, Reader
 from adaptersync_core.table import Table
 from adaptersync_core.telemetry import configure_logging
 from adaptersync_core.vllm import VllmClient
@@ -36,22 +37,25 @@ RETRY_S = 1.0  # before a version is tried again that the engine, or Redis, was 
 log = logging.getLogger(__name__)
 
 
-def run_agent(config: Config) -> None:
-    """Stand beside one engine until SIGTERM."""
+def run_agent(config: Config, mount: Reader | None = None) -> None:
+    """Stand beside one engine until SIGTERM. `mount` is how the store is read, if not as it lies there."""
     configure_logging("agent", config.agent.name)
-    run_until_stopped(_stand_beside(config))
+    run_until_stopped(_stand_beside(config, mount))
 
 
-async def _stand_beside(config: Config) -> None:
+async def _stand_beside(config: Config, mount: Reader | None = None) -> None:
     keys = Keys(config.group.name)
     client = RedisClient(config.redis.control_url, name=config.agent.name)
     cache = RedisClient(config.redis.cache_url or config.redis.control_url, name=config.agent.name, text=False)
     async with VllmClient(config.agent.engine_url, token=new_token(config.agent.token_file)) as vllm:
-        agent = Agent(config, Registry(client, keys), vllm, FastLane(cache, keys, limit_bytes=config.redis.lane_bytes))
+        lane = FastLane(cache, keys, limit_bytes=config.redis.lane_bytes)
+        agent = Agent(config, Registry(client, keys), vllm, lane, mount)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(
-                    ring_on_events(agent.bell, config.redis.control_url, keys.events, name=config.agent.name)
+                    ring_on_events(
+                        agent.bell, config.redis.control_url, keys.events, name=config.agent.name, unless=REPORTS
+                    )
                 )
                 tasks.create_task(agent.observe())
                 await agent.reconcile()
@@ -65,11 +69,13 @@ async def _stand_beside(config: Config) -> None:
 class Agent:
     """One replica's agent. `loaded` is what the engine listed when it was last looked at."""
 
-    def __init__(self, config: Config, registry: Registry, vllm: VllmClient, lane: FastLane | None = None) -> None:
+    def __init__(
+        self, config: Config, registry: Registry, vllm: VllmClient, lane: FastLane, mount: Reader | None = None
+    ) -> None:
         self._config = config
         self._settings = config.agent
         self._registry = registry
-        self._store = ArtifactStore(Path(config.store.path))
+        self._store = ArtifactStore(Path(config.store.path), mount)
         self._staging = Staging(Path(config.agent.stage_path), self._store, lane)
         self._engine = Engine(vllm, self._staging.root)
         self._prover = Prover(vllm, self._engine, self._staging.root, timeout_s=config.proof.timeout_s)

@@ -31,6 +31,7 @@ from adaptersync_core.queue import enqueue_verification
 from adaptersync_core.records import Decision, Fleet, Leadership
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
+from adaptersync_core.sightings import Sightings
 from adaptersync_core.store import ArtifactStore
 from adaptersync_core.telemetry import configure_logging
 
@@ -77,6 +78,7 @@ class Coordinator:
         self._known: Recollection | None = None
         self._lease: Leadership | None = None
         self._term = secrets.token_hex(8)
+        self._sightings = Sightings()
 
     async def work(self) -> None:
         """One wake: lead if possible, then decide until nothing is left to decide."""
@@ -108,9 +110,10 @@ class Coordinator:
     def _another_term(self) -> None:
         self._known = None
         self._term = secrets.token_hex(8)
+        self._sightings = Sightings()
 
     async def _decide_once(self, lease: Leadership) -> bool:
-        fleet = await self._registry.fleet()
+        fleet = await self._registry.fleet(self._sightings)
         known = self._known if self._known is not None else await asyncio.to_thread(self._journal.recall)
         if fleet.table.generation != lease.generation:  # only somebody who led meanwhile, or a loss, explains that
             again = await self._lead()
@@ -143,6 +146,7 @@ class Coordinator:
             await self._registry.decide(decision, lease, alive_s=self._config.coordinator.alive_s)
         except Conflict as error:
             log.info("decides again: %s", error)
+            self._sightings = Sightings()
             return False  # what it rested on has changed: wait for it to be reported
         except AdapterSyncError:
             self._another_term()  # committed or not, nobody knows: it must not be mistaken for another decision

@@ -27,6 +27,7 @@ from adaptersync.router.table import TableView
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import ControlError, ControlUnavailable
+from adaptersync_core.events import REPORTS
 from adaptersync_core.keys import Keys
 from adaptersync_core.pipe import Pipe
 from adaptersync_core.redis import RedisClient
@@ -158,7 +159,7 @@ async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[
         work = asyncio.create_task(
             _work(
                 view.follow(bell),
-                ring_on_events(bell, config.redis.control_url, keys.events, name=name),
+                ring_on_events(bell, config.redis.control_url, keys.events, name=name, unless=REPORTS),
                 _renew(view, attempts, outages),
                 ownership.beat(),
                 ownership.tell_ends(),

@@ -32,6 +32,7 @@ from adaptersync_core import markers
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, ConfigError, ControlUnavailable, Forgotten, PublicationFailed
+from adaptersync_core.events import REPORTS
 from adaptersync_core.identity import check_name
 from adaptersync_core.keys import Keys
 from adaptersync_core.lane import FastLane
@@ -240,7 +241,7 @@ class AdapterPublisher:
     async def _start(self) -> None:
         await self._begin()
         name = f"trainer-{self.run}"
-        follow = ring_on_events(self._bell, self._client.url, self._registry.keys.events, name=name)
+        follow = ring_on_events(self._bell, self._client.url, self._registry.keys.events, name=name, unless=REPORTS)
         self._tasks = [asyncio.create_task(follow), asyncio.create_task(self._watch())]
 
     async def _begin_again(self) -> None:

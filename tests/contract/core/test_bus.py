@@ -11,6 +11,7 @@ import pytest
 
 from adaptersync_core import bus
 from adaptersync_core.bus import Bell, follow, ring_on_events
+from adaptersync_core.events import REPORTS
 from adaptersync_core.keys import Keys
 from adaptersync_core.records import Ack
 from adaptersync_core.redis import Entry, RedisClient
@@ -132,6 +133,19 @@ async def test_the_bell_rings_for_events_and_for_a_lost_place(server: RedisServe
     follower.cancel()
     await asyncio.gather(follower, return_exceptions=True)
     assert follower.cancelled()
+
+
+async def test_the_bell_is_silent_for_what_the_table_does_not_change_with(registry: Registry, redis_url: str) -> None:
+    bell = Bell()
+    ring = ring_on_events(bell, redis_url, registry.keys.events, name="test-ring", unless=REPORTS)
+    follower = asyncio.create_task(ring)
+    assert await bell.wait(5)  # it begins with a look at the records
+    await registry.ack("r1", "run-v1-0123456789ab", Ack(accepted=True, engine_epoch="life"))
+    assert not await bell.wait(0.2)
+    await registry.client.command("XADD", registry.keys.events, "*", "type", "version.promoted")
+    assert await bell.wait(5)
+    follower.cancel()
+    await asyncio.gather(follower, return_exceptions=True)
 
 
 async def _blocked(client: RedisClient) -> bool:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from adaptersync_core.errors import ControlError
 from adaptersync_core.records import Ack, Decision, ReplicaReport, Request
 from adaptersync_core.registry import PUBLICATIONS_AT_ONCE, Registry
+from adaptersync_core.sightings import Sightings
 from adaptersync_core.table import RunEntry, Table
 from support.artifacts import manifest_of, small_adapter
 from support.world import manifest, name_of
@@ -48,6 +52,50 @@ async def test_only_publications_that_were_not_considered_are_read_and_not_too_m
     await registry.decide(Decision(table=table), lease, alive_s=5)
     assert [one.seq for one in (await registry.fleet()).published["run"]] == [66, 67]
     assert await registry.find_seq("run", 66) == name_of("run", 66)
+
+
+async def test_a_look_reads_only_who_spoke_since_the_last(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    look = registry._look
+
+    async def noted(keys: Sequence[str]) -> list[dict[str, str]]:
+        asked.extend(keys[::2])
+        return await look(keys)
+
+    monkeypatch.setattr(registry, "_look", noted)
+    sightings, name = Sightings(), name_of("run", 1)
+
+    async def spoke(*replicas: str) -> None:
+        """What the next look reads, and that it sees what a first one would."""
+        await asyncio.sleep(0.002)  # the server dates by the millisecond, and reads again what is of this very one
+        asked.clear()
+        fleet = await registry.fleet(sightings)
+        assert asked == [registry.keys.replica(replica) for replica in replicas]
+        fresh = await registry.fleet()
+        assert fleet.acks == fresh.acks
+        assert {name: seen.report for name, seen in fleet.replicas.items()} == {
+            name: seen.report for name, seen in fresh.replicas.items()
+        }
+
+    await registry.report_replica("r1", REPORT)
+    await registry.report_replica("r2", REPORT)
+    await spoke("r1", "r2")
+    await spoke()
+    await registry.ack("r2", name, Ack(accepted=True, engine_epoch="1.25"))
+    await spoke("r2")
+    await registry.forget_acks("r2", [name])
+    await spoke("r2")
+    await registry.report_replica("r1", replace(REPORT, draining=True))
+    await spoke("r1")
+    await registry.client.command("ZREM", registry.keys.replicas, "r2")
+    await registry.client.command("DEL", registry.keys.replica("r2"))
+    await spoke()
+
+
+async def test_an_ack_does_not_enter_a_replica_that_never_reported(registry: Registry) -> None:
+    await registry.ack("r1", name_of("run", 1), Ack(accepted=True, engine_epoch="1.25"))
+    await registry.forget_acks("r1", [name_of("run", 1)])
+    assert await registry.client.command("EXISTS", registry.keys.replicas) == 0
 
 
 async def test_what_cannot_be_read_is_left_out_and_does_not_stop_the_rest(

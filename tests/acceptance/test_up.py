@@ -18,27 +18,14 @@ import pytest
 from adaptersync.trainer import AdapterPublisher
 from adaptersync_core.config import load_config
 from adaptersync_tools.demo.synthetic import write_adapter
+from support.processes import family
 from support.wait import wait_until_sync
 
 pytestmark = pytest.mark.timeout(150)
 
 CLI = [sys.executable, "-m", "adaptersync_tools.cli"]
 READY_S = 60.0
-NUL = bytes(1)
 GONE_S = 40.0
-
-
-def family(directory: Path) -> list[str]:
-    """Command lines of every process that speaks of `directory`, or was started by one that does."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            command, environment = ((process / name).read_bytes() for name in ("cmdline", "environ"))
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        if str(directory).encode() in command + environment and process.name != str(os.getpid()):
-            found.append(f"{process.name} {command.replace(NUL, b' ').decode()[:150]}")
-    return found
 
 
 class Fleet:

@@ -22,8 +22,8 @@ HEAVY = ("torch", "trl", "peft", "vllm", "transformers")
 # The modules that exist to use them; each is imported by nothing but its own command.
 MAY_LOAD_HEAVY = ("adaptersync.trainer.trl",)
 
-# Modules that may import another's wiring: the command line, which starts services.
-COMMAND_LINE = ("adaptersync_tools.cli",)
+# Modules that may import another's wiring: the command line, which starts services, and the agent on a simulated host.
+COMMAND_LINE = ("adaptersync_tools.cli", "adaptersync_tools.simulator.agent")
 
 MAX_LINES = 500
 

@@ -10,10 +10,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from adaptersync.engine.door import TOKEN_FILE
 from adaptersync_core.vllm import WORKER_EXTENSION
+from adaptersync_tools.simulator.store import Mount
 from adaptersync_tools.supervisor import Spec, python
 
 HOST = "127.0.0.1"
@@ -83,11 +85,20 @@ def vllm_spec(settings: EngineSettings, *, number: int, replicas: int, port: int
     )
 
 
-def simulator_spec(settings: EngineSettings, *, number: int, port: int, token_file: Path) -> Spec:
-    """The simulator takes the model's sizes from its directory, and a byte for a token."""
+def simulator_spec(
+    settings: EngineSettings, *, number: int, port: int, token_file: Path | None, mount: Mount | None = None
+) -> Spec:
+    """The simulator takes the model's sizes from its directory, and a byte for a token.
+
+    Without a token file nobody is kept out. `mount` is how it reads adapters, if not as they lie on the disk.
+    """
     arguments = ["--model", settings.base_name, "--base-model-dir", str(settings.model)]
     arguments += [*_shared(settings, port), "--block-size", str(CPU_BLOCK)]
-    arguments += ["--token-file", str(token_file), "--worker-extension-cls", WORKER_EXTENSION]
+    arguments += ["--worker-extension-cls", WORKER_EXTENSION]
+    if token_file is not None:
+        arguments += ["--token-file", str(token_file)]
+    if mount is not None:
+        arguments += ["--mount", msgspec.json.encode(mount).decode()]
     return Spec(name=f"engine-{number}", command=python("adaptersync_tools.simulator", *arguments), tier=ENGINE_TIER)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import orjson
 from msgspec import Struct
 
@@ -33,6 +34,7 @@ from adaptersync_core.redis import rq_connection, translated
 from adaptersync_tools import explain
 from adaptersync_tools.engines import HOST, EngineSettings, gpu_count, simulator_spec, vllm_spec
 from adaptersync_tools.servers import Role, find_binary, render_config
+from adaptersync_tools.simulator.store import Mount
 from adaptersync_tools.supervisor import Service, Spec, StackFailed, Supervisor, python
 
 SERVER_TIER, SERVICE_TIER, FRONT_TIER, CLIENT_TIER = 0, 2, 3, 4  # engines are tier 1; higher stops first
@@ -58,6 +60,8 @@ class StackSettings(Struct, frozen=True, kw_only=True):
     """Other fields of EngineSettings."""
     overrides: dict[str, Any] = {}
     """Other settings of the services, as "section.key"."""
+    mount: Mount | None = None
+    """How every agent's mount of the store is to behave; None: it is a directory like another."""
 
 
 class Progress:
@@ -207,6 +211,8 @@ class Stack:
                     engine, number=number, replicas=len(ports), port=port, gpus=gpus, token_file=token_file
                 )
             self.supervisor.start(spec)
+        if not ports:
+            return
         kind = "simulated replica" if self.settings.simulated else "vLLM replica"
         what = f"{len(ports)} {kind}{'s' if len(ports) > 1 else ''}"
         self._wait(what, lambda: all(answers(f"{url}/health") for url in self.engine_urls.values()), ENGINE_READY_S)
@@ -223,7 +229,7 @@ class Stack:
                 "ADAPTERSYNC_AGENT__TOKEN_FILE": str(self._token_file(name)),
             }
             arguments = ("--name", name, "--engine-url", url)
-            self._service(name.replace("replica", "agent"), "agent", *arguments, environment=environment)
+            self._launch(name.replace("replica", "agent"), self._agent_program(), *arguments, environment=environment)
         self._service("coordinator", "coordinator")
         for number in range(1, self.settings.coordinators):
             self._service(f"coordinator-{number}", "coordinator", "--name", f"coordinator-{number}")
@@ -234,17 +240,27 @@ class Stack:
             self._service(f"router-{number}", "router", *options, tier=FRONT_TIER)
         self._wait("agents and coordinator", self._members_ready, FLEET_READY_S)
         for url in self.router_urls:
-            self._wait("router", lambda url=url: answers(f"{url}/v1/models"), FLEET_READY_S)  # type: ignore[misc]
+            # what a fleet can take is told by a replica of it
+            said = f"{url}/v1/models" if self.engine_urls else f"{url}/metrics"
+            self._wait("router", lambda said=said: answers(said), FLEET_READY_S)  # type: ignore[misc]
 
-    def _service(
+    def _agent_program(self) -> tuple[str, ...]:
+        if self.settings.mount is None:
+            return ("adaptersync_tools.cli", "agent")
+        return ("adaptersync_tools.simulator.agent", "--mount", msgspec.json.encode(self.settings.mount).decode())
+
+    def _service(self, name: str, command: str, *arguments: str, tier: int = SERVICE_TIER) -> None:
+        self._launch(name, ("adaptersync_tools.cli", command), *arguments, tier=tier)
+
+    def _launch(
         self,
         name: str,
-        command: str,
+        program: tuple[str, ...],
         *arguments: str,
         tier: int = SERVICE_TIER,
         environment: dict[str, str] | None = None,
     ) -> None:
-        commanded = python("adaptersync_tools.cli", command, "--config", str(self.config_path), *arguments)
+        commanded = python(*program, "--config", str(self.config_path), *arguments)
         settings = {**self._environment, **(environment or {})}
         self.supervisor.start(Spec(name=name, command=commanded, environment=settings, tier=tier))
 

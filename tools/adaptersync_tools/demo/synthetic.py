@@ -30,18 +30,7 @@ from adaptersync.trainer import AdapterPublisher, Publication
 from adaptersync_core.config import Config, load_config
 from adaptersync_core.errors import AdapterSyncError, PublicationFailed
 
-HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, VOCABULARY = 128, 256, 2, 4, 2, 320
-KEY_VALUE = HIDDEN // HEADS * KV_HEADS
-RANK, ALPHA = 8, 16
-SHAPES = {  # out x in, as in a Qwen2 layer
-    "self_attn.q_proj": (HIDDEN, HIDDEN),
-    "self_attn.k_proj": (KEY_VALUE, HIDDEN),
-    "self_attn.v_proj": (KEY_VALUE, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, HIDDEN),
-    "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
-    "mlp.up_proj": (INTERMEDIATE, HIDDEN),
-    "mlp.down_proj": (HIDDEN, INTERMEDIATE),
-}
+RANK = 8
 GROUPS, GROUP_SIZE = 4, 8  # prompts a step, answers a prompt
 ANSWER_TOKENS = 8
 REQUEST_S = 30.0
@@ -49,6 +38,34 @@ OUTCOME_S = 60.0
 PROMPT = "Add two numbers of two digits each and answer with three digits, nothing else: {} + {} = "
 
 Fill = Callable[[int], bytes]
+
+
+class Sizes(Struct, frozen=True, kw_only=True):
+    """Of a base model, and the rank of the adapters made for it; the default is as small as is useful."""
+
+    hidden: int = 128
+    intermediate: int = 256
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    vocabulary: int = 320
+    rank: int = RANK
+
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Out x in, as in a Qwen2 layer."""
+        key_value = self.hidden // self.heads * self.kv_heads
+        return {
+            "self_attn.q_proj": (self.hidden, self.hidden),
+            "self_attn.k_proj": (key_value, self.hidden),
+            "self_attn.v_proj": (key_value, self.hidden),
+            "self_attn.o_proj": (self.hidden, self.hidden),
+            "mlp.gate_proj": (self.intermediate, self.hidden),
+            "mlp.up_proj": (self.intermediate, self.hidden),
+            "mlp.down_proj": (self.hidden, self.intermediate),
+        }
+
+
+SMALL = Sizes()
 
 
 class Step(Struct, frozen=True, kw_only=True):
@@ -64,50 +81,51 @@ class Step(Struct, frozen=True, kw_only=True):
     publish_s: float
 
 
-def write_base_model(directory: Path) -> Path:
-    """A model directory with the sizes and tensor names of a two-layer Qwen2; the weights are zeros."""
+def write_base_model(directory: Path, sizes: Sizes = SMALL) -> Path:
+    """A model directory with the sizes and tensor names of a Qwen2; the weights are zeros."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "vocab_size": VOCABULARY,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "vocab_size": sizes.vocabulary,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
     }
     (directory / "config.json").write_bytes(msgspec.json.encode(config))
-    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
-    tensors["model.norm.weight"] = (HIDDEN,)
-    tensors |= {f"model.layers.{layer}.{name}.weight": SHAPES[name] for layer in range(LAYERS) for name in SHAPES}
+    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (sizes.vocabulary, sizes.hidden)}
+    tensors["model.norm.weight"] = (sizes.hidden,)
+    for layer in range(sizes.layers):
+        tensors |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in sizes.shapes().items()}
     with (directory / "model.safetensors").open("wb") as file:
         write_tensors(file, tensors, bytes)
     return directory
 
 
-def write_adapter(directory: Path, *, base: str, seed: int) -> Path:
+def write_adapter(directory: Path, *, base: str, seed: int, sizes: Sizes = SMALL) -> Path:
     """A PEFT adapter on every linear layer, with random weights of its own."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": RANK,
-        "lora_alpha": ALPHA,
-        "target_modules": sorted(name.rpartition(".")[2] for name in SHAPES),
+        "r": sizes.rank,
+        "lora_alpha": 2 * sizes.rank,
+        "target_modules": sorted(name.rpartition(".")[2] for name in sizes.shapes()),
         "bias": "none",
         "modules_to_save": None,
     }
     (directory / "adapter_config.json").write_bytes(msgspec.json.encode(config))
     tensors: dict[str, tuple[int, ...]] = {}
-    for layer in range(LAYERS):
-        for name, (rows, columns) in SHAPES.items():
+    for layer in range(sizes.layers):
+        for name, (rows, columns) in sizes.shapes().items():
             prefix = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[f"{prefix}.lora_A.weight"] = (RANK, columns)
-            tensors[f"{prefix}.lora_B.weight"] = (rows, RANK)
+            tensors[f"{prefix}.lora_A.weight"] = (sizes.rank, columns)
+            tensors[f"{prefix}.lora_B.weight"] = (rows, sizes.rank)
     rng = random.Random(seed)  # noqa: S311 (weights, not secrets)
 
     def fill(count: int) -> bytes:

@@ -15,6 +15,7 @@ from adaptersync_tools.simulator.engine import EngineConfig
 from adaptersync_tools.simulator.http import Simulator, SimulatorConfig, serving
 from adaptersync_tools.simulator.publisher import PublisherConfig
 from adaptersync_tools.simulator.scheduler import Latency
+from adaptersync_tools.simulator.store import Mount
 from adaptersync_tools.simulator.tokenizer import ModelTokenizer, Tokenizer
 
 
@@ -52,6 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--lora-on-head", action="store_true", help="as vLLM for Llama and Qwen3: scoring a prompt may end the server")
     add("--worker-extension-cls", choices=("", WORKER_EXTENSION), default="", help="our auditor in the worker")
     add("--token-file", type=Path, help="put our door before the server, with the token in this file")
+    add(
+        "--mount",
+        help='JSON: {"root": "/store", "visibility_delay_s": 3, "negative_ttl_s": 30}; adapters are read there',
+    )
     add("--no-dev-mode", action="store_true", help="leave out the routes behind VLLM_SERVER_DEV_MODE")
     add("--death-grace-s", type=float, default=0.5, help="from the engine's death to the end of the process")
     return parser
@@ -89,6 +94,7 @@ def _config(options: argparse.Namespace) -> SimulatorConfig:
         dev_mode=not options.no_dev_mode,
         request_id_headers=options.enable_request_id_headers,
         death_grace_s=options.death_grace_s,
+        mount=msgspec.json.decode(options.mount, type=Mount) if options.mount else None,
     )
 
 

@@ -5,6 +5,7 @@ happen, `engine.py` what then is true.
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -16,6 +17,7 @@ from adaptersync_tools.simulator.faults import Faults
 from adaptersync_tools.simulator.kv_wire import KVEvent
 from adaptersync_tools.simulator.lora import LoraRequest, Registry, Slots
 from adaptersync_tools.simulator.prefix_cache import PrefixCache, Scope, Table
+from adaptersync_tools.simulator.store import View
 from adaptersync_tools.simulator.voice import Spoken, Voice, prompt_logprobs, speak
 
 # Bounds the rounding of one log-probability such that the difference of two has the measured 0.058, root mean square.
@@ -72,8 +74,10 @@ class Running:
 
 
 class Engine:
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, mount: View | None = None) -> None:
+        """`mount` is where it looks for the adapters it is told to load; None: the file system itself."""
         self.config = config
+        self._mount = mount
         self.faults = Faults()
         self.cache = PrefixCache(block_size=config.block_size, blocks=config.num_blocks)
         self._slots = Slots(self._read, max_loras=config.max_loras, max_cpu_loras=config.registered_limit)
@@ -205,6 +209,8 @@ class Engine:
 
     def _read(self, path: str) -> Adapter:
         """What a load puts into the slot: the files' adapter, unless a fault has it otherwise."""
+        if self._mount is not None and not self._mount.exists(Path(path) / "adapter_config.json"):
+            raise FileNotFoundError(path)
         adapter = read_adapter(path, max_lora_rank=self.config.max_lora_rank, base=self.config.base)
         before, self._read_before = self._read_before, adapter
         if self.faults.stale and before is not None:

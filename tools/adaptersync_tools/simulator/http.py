@@ -26,6 +26,7 @@ from adaptersync_tools.simulator.faults import Faults
 from adaptersync_tools.simulator.publisher import Publisher, PublisherConfig
 from adaptersync_tools.simulator.requests import Call, ChatBody, CompletionBody, decode_body
 from adaptersync_tools.simulator.scheduler import Job, Latency, Scheduler
+from adaptersync_tools.simulator.store import Mount
 from adaptersync_tools.simulator.tokenizer import ByteTokenizer, Tokenizer
 
 VLLM_VERSION = "0.32.0"
@@ -76,6 +77,7 @@ class SimulatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     worker_extension_cls: str = ""  # vLLM's flag; of classes only our auditor is known
     request_id_headers: bool = False  # vLLM's --enable-request-id-headers
     death_grace_s: float = 0.5  # from the engine's death to the end of the process; vLLM takes up to 5 s
+    mount: Mount | None = None  # where it reads adapters, if that is not to be the file system as it is
 
 
 class Simulator:
@@ -86,7 +88,7 @@ class Simulator:
         self.tokenizer = tokenizer or ByteTokenizer()
         self.faults = Faults()
         self.calls: Counter[str] = Counter()
-        self.engine = Engine(config.engine)
+        self.engine = Engine(config.engine, config.mount.view() if config.mount else None)
         self.publisher = Publisher(config.kv_events) if config.kv_events else None
         self.scheduler = Scheduler(
             self.engine,

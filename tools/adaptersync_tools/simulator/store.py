@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from msgspec import Struct
+
 from adaptersync_core.store import Reader
 
 
@@ -23,6 +25,20 @@ class View(Reader, Protocol):
     def open(self, path: Path) -> BinaryIO: ...
     def exists(self, path: Path) -> bool: ...
     def listdir(self, path: Path) -> list[str]: ...
+
+
+class Mount(Struct, frozen=True, kw_only=True):
+    """How the mount of the store at `root` behaves on one host; see LaggingView."""
+
+    root: str
+    visibility_delay_s: float = 0.0
+    negative_ttl_s: float = 0.0
+
+    def view(self) -> LaggingView:
+        """As mounted now: what is there already shows."""
+        return LaggingView(
+            Path(self.root), visibility_delay_s=self.visibility_delay_s, negative_ttl_s=self.negative_ttl_s
+        )
 
 
 class LaggingView:

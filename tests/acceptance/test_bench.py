@@ -1,0 +1,66 @@
+"""Benches measure what they say, small and quickly; how large the figures are is not judged here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from adaptersync_tools.bench import decision, promotion
+from adaptersync_tools.bench.result import Result
+from adaptersync_tools.demo.synthetic import SMALL
+from adaptersync_tools.up import Progress
+from support.processes import family
+from support.wait import wait_until_sync
+
+pytestmark = pytest.mark.timeout(150)
+
+VISIBLE_S, BLIND_S = 0.5, 4.0
+BEGUN_S = GONE_S = 60.0
+
+
+def p50(result: Result, name: str) -> float:
+    (figure,) = (figure for figure in result.figures if figure.name == name)
+    assert figure.samples_s
+    return figure.p50_s
+
+
+def test_promotion(tmp_path: Path) -> None:
+    settings = promotion.Settings(
+        publications=1, replicas=2, visible_s=VISIBLE_S, blind_s=(BLIND_S,), sizes=SMALL, every_s=0.1
+    )
+    result = promotion.run(settings, tmp_path, Progress())
+    assert p50(result, "fast lane, blind 4 s") < p50(result, "polling, blind 4 s")
+    assert p50(result, "polling, blind 4 s") >= BLIND_S
+    assert p50(result, "mount alone, blind 4 s") >= VISIBLE_S
+    assert not result.targets  # nothing is promised for a blind time of 4 s
+    assert family(tmp_path) == []
+
+
+def test_decision(tmp_path: Path) -> None:
+    result = decision.run(decision.Settings(replicas=(2, 5), promotions=2, rounds=1), tmp_path, Progress())
+    for name in ("2 replicas", "5 replicas"):
+        assert 0 < p50(result, name) < 10
+    assert [len(figure.samples_s) for figure in result.figures] == [2] * 8
+    (target,) = result.targets
+    assert target.value == pytest.approx(p50(result, "5 replicas") / p50(result, "2 replicas"))
+    assert family(tmp_path) == []
+
+
+def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "adaptersync_tools.cli", "bench", "promotion", "--keep", str(tmp_path / "bench")]
+    with log.open("wb") as output:
+        bench = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "BENCH_IN": str(tmp_path)})
+    try:
+        wait_until_sync(lambda: "fast lane, blind 30 s" in log.read_text(), timeout_s=BEGUN_S)
+        bench.send_signal(signal.SIGINT)
+        assert bench.wait(GONE_S) == 130
+        wait_until_sync(lambda: not family(tmp_path), timeout_s=GONE_S)
+    finally:
+        bench.kill()
+        bench.wait()

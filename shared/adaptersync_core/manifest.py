@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from adaptersync_core.errors import AdapterInvalid
 from adaptersync_core.identity import adapter_id
 from adaptersync_core.proof import Probe
-from adaptersync_core.tensors import TensorSpec, read_header
+from adaptersync_core.tensors import TensorSpec, finite, read_header
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -170,6 +170,21 @@ def inspect(directory: Path) -> AdapterShape:
         tensors={name: tensor.shape for name, tensor in sorted(tensors.items())},
         noop=noop,
     )
+
+
+def check_finite(directory: Path) -> None:
+    """AdapterInvalid, with the tensor's name, where a weight is infinite or NaN: the engine would serve noise."""
+    path = directory / WEIGHTS_FILE
+    with path.open("rb") as file:
+        tensors, data = read_header(file, size=path.stat().st_size, name=path.name)
+        for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
+            file.seek(data + tensor.data_offsets[0])
+            if not finite(file, tensor):
+                raise AdapterInvalid(
+                    "tensor has values that are infinite or not a number",
+                    next_step="training has diverged: go back to a checkpoint from before",
+                    tensor=name,
+                )
 
 
 def _zero(file: BinaryIO, size: int, width: int) -> bool:

@@ -2,8 +2,8 @@
 
 Three legs, none of which is enough alone:
 
-- *commissioned*: once in the life of an engine, an adapter of large effect changed the answers under its name, so this
-  engine applies LoRA by name on the path that rollouts use;
+- *commissioned*: in this life of the engine, and not long ago, an adapter of large effect changed the answers under its
+  name, so this engine applies LoRA by name on the path that rollouts use;
 - *content*: the tensors in the slot the engine will read are, bit by bit, those of the verified file;
 - *behaviour*: log-probabilities of fixed tokens under the version, less those under the base, follow the differences
   that the trainer saw.
@@ -27,13 +27,16 @@ SCORED = 16  # fewest tokens whose differences are worth a test: the noise is es
 ROUNDING = 0.058  # log-probability a token, root mean square: what rounding adds to a difference in a bfloat16 engine
 FINE_ROUNDING = 2e-5  # the same in a float32 engine
 UNEXPLAINED = 5 * ROUNDING  # no engine's rounding comes to this
+PROBED = 16_384  # tokens of a probe
 CANARY_EFFECT = 0.3  # log-probability a token, root mean square; five times a bfloat16 engine's noise
+
+SAME = "answers are the base's to the last bit"
 
 
 class Probe(Struct, frozen=True, kw_only=True):
     """Tokens to score, and what the trainer saw: log-probabilities of tokens[1:] under the adapter less the base's.
 
-    `deltas` is empty when the trainer did not compute them.
+    `deltas` is empty when the trainer did not compute them. At most `PROBED` tokens: each replica scores them twice.
     """
 
     tokens: tuple[int, ...]
@@ -44,6 +47,8 @@ class Probe(Struct, frozen=True, kw_only=True):
             raise ValueError("a probe has two tokens at least, and a difference for each but the first, or none")
         if not all(isfinite(delta) for delta in self.deltas):
             raise ValueError("a probe's differences are finite")
+        if len(self.tokens) > PROBED:
+            raise ValueError(f"a probe has at most {PROBED} tokens")
 
 
 class Leg(Struct, frozen=True, kw_only=True):
@@ -66,6 +71,11 @@ class Proof(Struct, frozen=True, kw_only=True):
 
 def rms(values: Sequence[float]) -> float:
     return sqrt(sum(value * value for value in values) / len(values)) if values else 0.0
+
+
+def unchanged(behaviour: Leg) -> bool:
+    """Whether a version that should change something answered as the base does, to the last bit."""
+    return behaviour.reason == SAME
 
 
 def commission(base: Sequence[float], canary: Sequence[float]) -> Leg:
@@ -112,7 +122,7 @@ def behave(*, base: Sequence[float], version: Sequence[float], deltas: Sequence[
             )
         return Leg(verdict="proved", figures=figures)
     if list(version) == list(base):
-        return Leg(verdict="below noise", reason="answers are the base's to the last bit", figures=figures)
+        return Leg(verdict="below noise", reason=SAME, figures=figures)
     return Leg(
         verdict="below noise", reason="answers changed, and there is nothing to compare them with", figures=figures
     )

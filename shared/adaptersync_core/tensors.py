@@ -1,4 +1,4 @@
-"""Names, shapes and types in a safetensors file, without its data.
+"""Names, shapes and types in a safetensors file, without its data; and whether its values are finite.
 
 The `safetensors` library reads a header only together with a framework (numpy at least) or with all the data;
 a base model's file is gigabytes, so the header is read here. Format: u64 little-endian length, JSON, data.
@@ -24,6 +24,10 @@ _BITS = (
     | dict.fromkeys(("I64", "U64", "F64", "C64"), 64)
     | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 )
+
+_SCANNED = 1 << 20  # bytes at a time; a multiple of every width
+_EXPONENT = {"F64": (8, 0x7F, 0xF0), "F32": (4, 0x7F, 0x80), "F16": (2, 0x7C, 0x00), "BF16": (2, 0x7F, 0x80)}
+"""Width in bytes, and the bits of the last byte and of the one before it that only infinities and NaNs all have."""
 
 Size = Annotated[int, Meta(ge=0)]
 
@@ -64,3 +68,21 @@ def read_header(file: BinaryIO, *, size: int, name: str) -> tuple[dict[str, Tens
     if 8 + length + end != size:
         raise AdapterInvalid("safetensors data do not fill the file", file=name, expected=8 + length + end, size=size)
     return tensors, 8 + length
+
+
+def finite(file: BinaryIO, tensor: TensorSpec) -> bool:
+    """Whether no value of a tensor of floats is an infinity or NaN; `file` stands where the tensor's bytes begin.
+
+    At the speed of slicing: only where a last byte says that a value is huge at least is it looked at by itself.
+    """
+    width, last, before = _EXPONENT[tensor.dtype]
+    suspects = [byte for byte in range(256) if byte & last == last]
+    left = tensor.data_offsets[1] - tensor.data_offsets[0]
+    while left > 0 and (chunk := file.read(min(_SCANNED, left))):
+        left -= len(chunk)
+        highest = chunk[width - 1 :: width]
+        if any(byte in highest for byte in suspects):
+            pairs = zip(highest, chunk[width - 2 :: width], strict=True)
+            if any(high & last == last and low & before == before for high, low in pairs):
+                return False
+    return True

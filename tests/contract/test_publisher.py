@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ from adaptersync_core.errors import (
 )
 from adaptersync_core.keys import Keys
 from adaptersync_core.manifest import WEIGHTS_FILE, Manifest
+from adaptersync_core.proof import Probe
 from adaptersync_core.records import Request
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
@@ -111,6 +113,30 @@ async def publish(publisher: AdapterPublisher, source: object, **more: int) -> p
 
 async def outcome(publication: publisher_module.Publication) -> Outcome:
     return await asyncio.to_thread(publication.wait, 10)
+
+
+async def test_a_probe_goes_with_its_version(group: Group, publisher: AdapterPublisher) -> None:
+    probe = Probe(tokens=(1, 2, 3), deltas=(0.25, -0.5))
+    publication = await asyncio.to_thread(publisher.publish, group.adapter(), probe=probe)
+    known = await group.registry.manifest(publication.adapter_id)
+    assert known is not None
+    assert known.probe == probe == group.store.read_manifest(publication.adapter_id).probe
+    assert await outcome(publication) == CURRENT
+
+
+async def test_weights_that_are_not_finite_are_refused_with_the_tensors_name(
+    group: Group, publisher: AdapterPublisher
+) -> None:
+    source = group.adapter()
+    path = source / WEIGHTS_FILE
+    good = path.read_bytes()
+    path.write_bytes(good[:-4] + struct.pack("<f", float("nan")))  # the end of the last tensor
+    with pytest.raises(AdapterInvalid, match="not a number") as refusal:
+        await publish(publisher, source)
+    assert str(refusal.value.ids["tensor"]).endswith(".lora_B.weight")
+    assert list(group.store.versions()) == []
+    path.write_bytes(good)
+    assert await outcome(await publish(publisher, source)) == CURRENT
 
 
 async def test_a_published_version_becomes_current(group: Group, publisher: AdapterPublisher) -> None:

@@ -30,6 +30,28 @@ LIES = {
 }
 
 
+@pytest.mark.parametrize("liars", [1, 2])
+async def test_s01_an_engine_that_stops_applying_adapters_is_found_out_with_the_next_version(
+    config: Config, tmp_path: Path, liars: int
+) -> None:
+    """It was commissioned and its slots are right; that it answers as the base is its own fault, not the version's."""
+    async with whole_fleet(config, tmp_path, replicas=2) as fleet:
+        trainer = await fleet.trainer()
+        old = await fleet.promoted(trainer)
+        for number in range(liars):
+            fleet[number].faults(serve_base=True)
+        publication = await fleet.publish(trainer)
+        outcome = await fleet.outcome(publication)
+        if liars == 1:
+            assert outcome.state == "current"
+            assert "canary changed nothing" in (await fleet.table()).members["replica-0"].reason
+            assert (await fleet.table()).ready() == ["replica-1"]
+        else:
+            assert outcome.state == "rolled_back"
+            assert outcome.reason.count("canary changed nothing") == 2
+            assert await fleet.current() == old
+
+
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("liars", [1, 3])
 async def test_s01_an_engine_that_serves_something_else_is_found_out_before_the_promotion(

@@ -157,17 +157,24 @@ class Agent:
         for name in work.cancel:
             if name in self._busy:
                 self._busy[name].cancel()
+        # The engine is changed in the order asked: what is to go goes first, lest a full engine evict what is served.
+        # Files are staged meanwhile, and what cannot be unloaded holds up no load.
+        unloading = [asyncio.create_task(self._unload(name)) for name in work.unload]
         for name in work.bring + work.confirm:
             task = asyncio.create_task(self._hold(name))
             self._busy[name] = task
             task.add_done_callback(partial(self._done, name))
-        for name in work.unload:
-            await self._engine.unload(name)
-            log.info("unloaded %s", name)
+        for failure in await asyncio.gather(*unloading, return_exceptions=True):
+            if failure is not None:
+                raise failure
         await self._registry.forget_acks(self._settings.name, work.forget)
         if work.unload:
             await self._report()
         await self._discard(table)
+
+    async def _unload(self, name: str) -> None:
+        await self._engine.unload(name)
+        log.info("unloaded %s", name)
 
     async def _discard(self, table: Table) -> None:
         """Delete what has left the table long enough ago that no request, of whatever router, may still need it."""

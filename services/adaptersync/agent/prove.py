@@ -9,18 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from adaptersync.agent.canary import write_canary
 from adaptersync.agent.engine import Engine
 from adaptersync_core.errors import EngineRefused, StagingFailed
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.proof import Leg, Probe, Proof, behave, commission, conclude
+from adaptersync_core.proof import Leg, Probe, Proof, behave, commission, conclude, unchanged
 from adaptersync_core.vllm import VllmClient
 
 TOKENS = tuple(range(3, 67))  # what is scored when the trainer gave no probe: any tokens do, if they are the same
+RECHECK_S = 600.0  # how long a canary is good for: an engine that worked may stop
 UNKNOWN = Leg(verdict="not probed", reason="base weights are not on this host, so there is no canary")
 UNSCORED = Leg(
     verdict="not probed",
@@ -35,8 +39,20 @@ MIXED = Leg(
 log = logging.getLogger(__name__)
 
 
+class Commissioned(NamedTuple):
+    """The outcome of a canary: in which life of the engine, and when it began."""
+
+    epoch: str
+    leg: Leg
+    at: float
+
+
 class Prover:
-    """Experiments on one engine. It is commissioned once in each life, before anything is acknowledged.
+    """Experiments on one engine. It is commissioned once in each life before anything is acknowledged, and again
+
+    - when it answers for a version as for the base, to the last bit: either the version is too small to show, or the
+      engine has stopped applying adapters, and the canary tells which;
+    - with the first version after `RECHECK_S`: an engine whose answers are never twice the same would not be caught so.
 
     An engine that failed the canary gets another chance with the next version: what failed may have passed.
     """
@@ -48,24 +64,36 @@ class Prover:
         self._timeout_s = timeout_s
         self._commissioning = asyncio.Lock()
         self._scoring = asyncio.Lock()
-        self._commissioned: tuple[str, Leg] = ("", UNKNOWN)
+        self._commissioned = Commissioned("", UNKNOWN, -math.inf)
 
     async def prove(self, name: str, manifest: Manifest, path: Path) -> Proof:
         """Judge a loaded version. Raises only when the engine does not answer, or the disk of this host fails."""
-        async with self._commissioning:
-            epoch = self._engine.epoch
-            commissioned = self._commissioned[1]
-            if self._commissioned[0] != epoch:
-                commissioned = await self._commission()
-                if commissioned.verdict != "refuted":
-                    self._commissioned = (epoch, commissioned)
-        return conclude(
-            commissioned=commissioned,
-            content=await self._content(name, path),
-            behaviour=await self._behaviour(name, manifest),
-        )
+        commissioned = await self._commission(since=time.monotonic() - RECHECK_S)
+        content = await self._content(name, path)
+        asked = time.monotonic()
+        behaviour = await self._behaviour(name, manifest)
+        if unchanged(behaviour) and commissioned.verdict != "refuted":
+            commissioned = await self._commission(since=asked)
+        return conclude(commissioned=commissioned, content=content, behaviour=behaviour)
 
-    async def _commission(self) -> Leg:
+    async def _commission(self, *, since: float) -> Leg:
+        """The engine's canary: the last one if it was of this life and later than `since`, else another."""
+        async with self._commissioning:
+            epoch, (known, leg, at) = self._engine.epoch, self._commissioned
+            if known == epoch and (at >= since or leg.verdict == "not probed" or await self._mixes()):
+                return leg
+            async with self._scoring:  # not in one batch with the base of another version's experiment
+                at = time.monotonic()
+                leg = await self._canary()
+            self._commissioned = Commissioned(epoch if leg.verdict != "refuted" else "", leg, at)
+            return leg
+
+    async def _mixes(self) -> bool:
+        """Whether the base's answers could be an adapter's now."""
+        facts = self._engine.facts
+        return facts is not None and facts.device == "cpu" and await self._client.busy()
+
+    async def _canary(self) -> Leg:
         if not await self._engine.scores():
             return UNSCORED
         name = f"canary-{self._engine.epoch}"
@@ -122,7 +150,7 @@ class Prover:
             return UNSCORED
         probe = manifest.probe or Probe(tokens=TOKENS)
         async with self._scoring:
-            if facts.device == "cpu" and await self._client.busy():
+            if await self._mixes():
                 return MIXED
             try:
                 base = await self._score(facts.base_model, probe.tokens)

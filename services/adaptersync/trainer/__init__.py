@@ -5,5 +5,6 @@ unmodified TRL.
 """
 
 from adaptersync.trainer.publisher import AdapterPublisher, Outcome, Publication
+from adaptersync_core.proof import Probe
 
-__all__ = ["AdapterPublisher", "Outcome", "Publication"]
+__all__ = ["AdapterPublisher", "Outcome", "Probe", "Publication"]

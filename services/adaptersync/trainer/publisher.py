@@ -36,7 +36,8 @@ from adaptersync_core.events import REPORTS
 from adaptersync_core.identity import check_name
 from adaptersync_core.keys import Keys
 from adaptersync_core.lane import FastLane
-from adaptersync_core.manifest import FILES, Manifest, content_digest, hash_file, inspect
+from adaptersync_core.manifest import FILES, Manifest, check_finite, content_digest, hash_file, inspect
+from adaptersync_core.proof import Probe
 from adaptersync_core.records import VersionRecord
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
@@ -154,18 +155,25 @@ class AdapterPublisher:
         *,
         step: int | None = None,
         timings: Mapping[str, float] | None = None,
+        probe: Probe | None = None,
     ) -> Publication:
         """Store and announce an adapter: a PEFT directory, or a model that saves itself as one.
 
-        `timings` are seconds the trainer spent on it, by phase, for the record. AdapterInvalid when the fleet could not
-        serve it, StoreError when it cannot be stored, Fenced when a newer trainer has begun the run. After an error
-        nothing was announced, and the next call may publish the same again.
+        `timings` are seconds the trainer spent on it, by phase, for the record. `probe` lets replicas prove what they
+        answer by what the trainer computes: n token ids of any text, and n - 1 differences of log-probability, of
+        `tokens[i + 1]` after `tokens[:i + 1]`, under the adapter less under the base model alone. Natural logarithms
+        over the whole vocabulary at temperature 1; some hundred tokens on which the adapter has an effect. They are
+        scored on every replica before it accepts, where its engine can do that; n must fit into its context.
+
+        AdapterInvalid when the fleet could not serve it, StoreError when it cannot be stored, Fenced when a newer
+        trainer has begun the run. After an error nothing was announced, and the next call may publish the same again.
         """
         with self._publishing, _directory(source) as directory:
             if not self._thread.is_alive():
                 raise PublicationFailed("publisher is closed", next_step="publish before close()", run=self.run)
             began = time.monotonic()
             shape = inspect(directory)
+            check_finite(directory)
             files = tuple(hash_file(directory / name) for name in FILES)
             hashed = time.monotonic()
             digest = content_digest(files)
@@ -178,6 +186,7 @@ class AdapterPublisher:
                 shape=shape,
                 created_at=time.time(),
                 step=step,
+                probe=probe,
                 markers=markers.COUNT,
                 repeats=self._last.adapter_id if self._last and self._last.digest == digest else "",
                 timings={**(timings or {}), "hashed_s": hashed - began},

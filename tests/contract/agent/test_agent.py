@@ -85,6 +85,32 @@ async def _later(bench: Bench, last: str) -> bool:
     return await _heartbeat(bench) != last
 
 
+async def test_what_is_to_go_goes_before_anything_is_loaded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full engine would evict something that is served."""
+    olds = [await bench.publish() for _ in range(2)]
+    await bench.want(*olds)
+    for name in olds:
+        assert (await bench.ack(name)).accepted
+    order: list[str] = []
+    load, unload = VllmClient.load, VllmClient.unload
+
+    async def loading(self: VllmClient, name: str, path: str, *, timeout_s: float) -> None:
+        order.append(name)
+        await load(self, name, path, timeout_s=timeout_s)
+
+    async def unloading(self: VllmClient, name: str) -> None:
+        order.append(name)
+        await wait_until(lambda: (bench.staged / new).is_dir())  # files are staged meanwhile
+        await unload(self, name)
+
+    monkeypatch.setattr(VllmClient, "load", loading)
+    monkeypatch.setattr(VllmClient, "unload", unloading)
+    new = await bench.publish()
+    await bench.want(new)
+    assert (await bench.ack(new)).accepted
+    assert order == [*olds, new]
+
+
 # refusals
 
 

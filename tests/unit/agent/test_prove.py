@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from adaptersync.agent import prove as prove_module
 from adaptersync.agent.canary import write_canary
 from adaptersync_core.errors import EngineUnavailable, StagingFailed
 from adaptersync_core.proof import Proof
@@ -105,6 +106,61 @@ async def test_answers_that_are_the_bases_are_seen_by_the_canary(bench: Bench) -
     assert "canary changed nothing" in proof.reason
     bench.faults(serve_base=False)
     assert (await bench.loaded_and_proved(bench.version(2))).verdict == "proved"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_an_engine_that_stops_applying_adapters_is_seen_without_any_differences(
+    model: Path, tmp_path: Path, dtype: str
+) -> None:
+    """It was commissioned and its slots are right; answers that are the base's make it be asked for the canary again."""
+    async with beside(model, tmp_path, dtype=dtype) as bench:
+        assert (await bench.loaded_and_proved(bench.version(1))).verdict == "proved"
+        bench.faults(serve_base=True)
+        proof = await bench.loaded_and_proved(bench.version(2))
+        assert verdicts(proof)[:3] == ("refuted", "refuted", "proved")
+        assert "canary changed nothing" in proof.reason
+        bench.faults(serve_base=False)
+        assert (await bench.loaded_and_proved(bench.version(3))).verdict == "proved"
+
+
+async def test_a_version_too_small_to_show_costs_one_canary(bench: Bench) -> None:
+    await bench.loaded_and_proved(bench.version(1))
+    before = bench.loads
+    proof = await bench.loaded_and_proved(bench.version(2, scale=1e-40))
+    assert verdicts(proof) == ("proved", "proved", "proved", "below noise")
+    assert "to the last bit" in proof.behaviour.reason
+    assert bench.loads == before + 2
+    proof = await bench.loaded_and_proved(bench.version(3, scale=0.0))  # and one that says itself that it is none: none
+    assert proof.verdict == "proved"
+    assert bench.loads == before + 3
+
+
+async def test_a_canary_is_good_for_a_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    await bench.loaded_and_proved(bench.version(1))
+    before = bench.loads
+    await bench.loaded_and_proved(bench.version(2))
+    assert bench.loads == before + 1
+    monkeypatch.setattr(prove_module, "RECHECK_S", 0.0)
+    assert (await bench.loaded_and_proved(bench.version(3))).verdict == "proved"
+    assert bench.loads == before + 3
+    bench.faults(serve_base=True)
+    proof = await bench.loaded_and_proved(bench.version(4, scale=0.0))  # whose own answers say nothing
+    assert verdicts(proof)[:3] == ("refuted", "refuted", "proved")
+
+
+async def test_a_busy_cpu_is_not_asked_for_the_canary_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    await bench.loaded_and_proved(bench.version(1))
+    assert bench.engine.facts is not None
+    bench.engine.facts = replace(bench.engine.facts, device="cpu")
+    monkeypatch.setattr(prove_module, "RECHECK_S", 0.0)
+
+    async def busy(self: VllmClient) -> bool:
+        return True
+
+    monkeypatch.setattr(VllmClient, "busy", busy)
+    before = bench.loads
+    assert (await bench.loaded_and_proved(bench.version(2))).verdict == "proved"
+    assert bench.loads == before + 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

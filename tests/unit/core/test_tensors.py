@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import random
 import struct
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 
 from adaptersync_core.errors import AdapterInvalid
-from adaptersync_core.tensors import DIMENSIONS, TensorSpec, read_header
+from adaptersync_core.tensors import DIMENSIONS, TensorSpec, finite, read_header
 
 WIDTHS = {"BOOL": 1, "U8": 1, "F8_E4M3": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "F64": 8, "C64": 8}
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
@@ -170,3 +171,30 @@ def test_where_the_data_begins() -> None:
     tensors, start = read_header(io.BytesIO(raw), size=len(raw), name="file")
     assert struct.unpack("<2f", raw[start:]) == (1.5, -2.5)
     assert tensors["a"] == TensorSpec(dtype="F32", shape=(2,), data_offsets=(0, 8))
+
+
+def decoded(dtype: str, raw: bytes) -> tuple[float, ...]:
+    if dtype == "BF16":  # the upper half of a float32
+        raw = b"".join(b"\0\0" + raw[place : place + 2] for place in range(0, len(raw), 2))
+    code = {"F64": "d", "F32": "f", "F16": "e", "BF16": "f"}[dtype]
+    return struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw)
+
+
+@given(dtype=st.sampled_from(["F64", "F32", "F16", "BF16"]), values=st.lists(st.binary(min_size=8, max_size=8)))
+@example(dtype="F32", values=[struct.pack("<ff", 1.0, math.inf)])
+@example(dtype="F32", values=[struct.pack("<ff", 3.4e38, -3.4e38)])
+@example(dtype="F64", values=[struct.pack("<d", -math.nan)])
+@example(dtype="F64", values=[struct.pack("<d", 1.7e308)])
+@example(dtype="F16", values=[struct.pack("<4e", 65504, 1, -math.inf, 2)])
+@example(dtype="F16", values=[struct.pack("<4e", 65504, -65504, 0, 2)])
+@example(dtype="BF16", values=[struct.pack("<f", math.nan)[2:] * 4])
+@example(dtype="BF16", values=[struct.pack("<f", 3.38e38)[2:] * 4])
+@example(dtype="BF16", values=[bytes(1 << 20), bytes(6) + struct.pack("<f", -math.inf)[2:]])  # beyond one chunk
+def test_finite(dtype: str, values: list[bytes]) -> None:
+    """By the interpreter's own decoding; what lies around the tensor is not looked at."""
+    raw = b"".join(values)
+    around = b"\xff" * 8
+    file = io.BytesIO(around + raw + around)
+    file.seek(8)
+    tensor = TensorSpec(dtype=dtype, shape=(len(raw),), data_offsets=(3, 3 + len(raw)))
+    assert finite(file, tensor) == all(math.isfinite(value) for value in decoded(dtype, raw))

@@ -112,7 +112,7 @@ async def test_answers_that_are_the_bases_are_seen_by_the_canary(bench: Bench) -
 async def test_an_engine_that_stops_applying_adapters_is_seen_without_any_differences(
     model: Path, tmp_path: Path, dtype: str
 ) -> None:
-    """It was commissioned and its slots are right; answers that are the base's make it be asked for the canary again."""
+    """It was commissioned and its slots are right; answers that are the base's have it asked for the canary again."""
     async with beside(model, tmp_path, dtype=dtype) as bench:
         assert (await bench.loaded_and_proved(bench.version(1))).verdict == "proved"
         bench.faults(serve_base=True)

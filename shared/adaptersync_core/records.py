@@ -116,11 +116,18 @@ class Request(Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
+Want = Literal["", "room", "time"]
+
+
 class VersionRecord(Struct, frozen=True, kw_only=True):
-    """The fate of a version as the coordinator last wrote it."""
+    """The fate of a version as the coordinator last wrote it.
+
+    `want` is set on one rolled back for want of room, or of time, in the fleet: nobody said that it is bad.
+    """
 
     state: str
     reason: str = ""
+    want: Want = ""
     generation: int = 0
     at: float = 0.0
 

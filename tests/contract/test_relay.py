@@ -31,6 +31,7 @@ from adaptersync_core.keys import Keys
 from adaptersync_core.records import Request
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
+from adaptersync_core.table import Table
 from support.artifacts import small_adapter
 from support.scripted import ScriptedReplica
 from support.upstreams import Upstream, upstream
@@ -86,6 +87,9 @@ class Bench:
         assert headers.get("x-adaptersync-substituted") == seen.headers.get("x-adaptersync-substituted")
         assert seen.json["prompt"] == [1, 2]
         return seen.json["model"], seen.headers.get("x-adaptersync-substituted", "")
+
+    async def named(self, seq: int) -> str | None:
+        return await self.registry.find_seq("run", seq)
 
     async def window(self) -> list[int]:
         table = await self.registry.table()
@@ -282,6 +286,7 @@ async def test_a_retired_version_is_stood_in_for_by_the_oldest_that_is_served(be
     assert (model.startswith("run-v2-"), substituted) == (True, NAMES[1])
     await bench.registry.request(Request(kind="rollback", run="run"))
     await wait_until(lambda: _window(bench, [2]))
+    bench.router.fail = [410]  # as the router does, from the moment on
     assert (await bench.asked(NAMES[3]))[0].startswith("run-v2-")
 
 
@@ -321,3 +326,50 @@ async def test_without_redis_rollouts_go_on(bench: Bench, monkeypatch: pytest.Mo
     monkeypatch.setattr(Registry, "table", away)
     model, substituted = await bench.asked(NAMES[1])
     assert (model.startswith("run-v1-"), substituted) == (True, "")
+
+
+async def test_without_redis_a_new_version_is_stood_in_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL would end the training; it goes on with what is served."""
+    assert (await bench.load(1))[0] == 200
+    monkeypatch.setattr("adaptersync.trainer.publisher.INSIST_S", 0.2)
+
+    async def away(*_: object, **__: object) -> None:
+        raise ControlUnavailable("Redis cannot be reached")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Registry, "reserve", away)
+        status, text = await bench.load(2)
+        assert (status, "is run-v1-" in text) == (200, True)
+        model, substituted = await bench.asked(NAMES[2])
+        assert (model.startswith("run-v1-"), substituted) == (True, NAMES[2])
+    status, text = await bench.load(3)
+    assert (status, "is run-v2-" in text) == (200, True)
+
+
+async def test_many_rollouts_at_once_are_one_look_at_the_table(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+
+    class Counted(Registry):
+        async def table(self) -> Table:
+            nonlocal looks
+            looks += 1
+            return await super().table()
+
+    monkeypatch.setattr("adaptersync.trainer.relay.Registry", Counted)
+    monkeypatch.setattr("adaptersync.trainer.relay.LOOK_S", 3600.0)
+    async with relayed(redis_url, tmp_path) as bench:
+        for step in (1, 2):
+            assert (await bench.load(step))[0] == 200
+            await asyncio.gather(*(bench.post("/v1/completions", {"model": NAMES[step]}) for _ in range(50)))
+            assert {seen.json["model"] for seen in bench.router.seen[-50:]} == {await bench.named(step)}
+        assert not any("x-adaptersync-substituted" in seen.headers for seen in bench.router.seen)
+        assert looks == 2  # what is promoted is known at once
+
+
+async def test_what_the_router_refuses_twice_is_passed_on(bench: Bench) -> None:
+    await bench.load(1)
+    bench.router.fail = [410, 410, 410]
+    status, _, _ = await bench.post("/v1/completions", {"model": NAMES[1], "prompt": [1, 2]})
+    assert (status, len(bench.router.seen)) == (410, 2)

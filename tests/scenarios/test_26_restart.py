@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from adaptersync.trainer.answers import Answer, Verdict, judge
 from adaptersync_core.config import Config
 from adaptersync_core.errors import Fenced
 from support.trl_client import ScriptedTRL
@@ -51,6 +52,33 @@ async def test_s26_what_the_old_trainer_had_on_its_way_is_not_promoted(fleet: Wh
     name = await fleet.promoted(second)
     assert (await fleet.complete("run")).json["model"] == name
     assert not await fleet.events("version.promoted", late.adapter_id)
+
+
+async def test_s26_a_rollout_of_the_old_trainer_is_refused_once_the_newer_has_promoted(fleet: WholeFleet) -> None:
+    """Until then what was current is. Its rollout process hears that the version is gone, never another's words."""
+    first = await fleet.trainer()
+    await fleet.promoted(first)
+    second = await fleet.trainer()
+    answer = await fleet.complete("run@v1")
+    assert (answer.status, answer.json["model"]) == (200, await fleet.current())
+    name = await fleet.promoted(second)
+    old = await fleet.registry.find_seq("run", 1)
+    assert old is not None
+    await wait_until(lambda: _retired(fleet, old), timeout_s=20)
+    (retiring,) = await fleet.events("version.retiring", old)
+    assert retiring.reason == "of trainer epoch 1, which 2 replaced"
+    answer = await fleet.complete("run@v1")
+    assert (answer.status, "version is retired" in answer.message) == (410, True)
+    asked = Answer(status=answer.status, reason=answer.message)
+    # the old trainer's publisher takes no version of another epoch for its own: nothing to go over to
+    assert first.current_seq == 1
+    assert judge(asked, run="run", asked=1, promoted=first.current_seq) is Verdict.RETRY
+    assert await fleet.current() == name
+
+
+async def _retired(fleet: WholeFleet, name: str) -> bool:
+    record = await fleet.registry.version(name)
+    return record is not None and record.state == "retired"
 
 
 async def _in_table(fleet: WholeFleet, name: str) -> bool:

@@ -411,7 +411,14 @@ def fleet_config(control_url: str, cache_url: str, directory: Path, **changes: M
         agent=AgentSection(
             heartbeat_s=0.1, probe_timeout_s=1.0, load_timeout_s=10.0, visible_timeout_s=5.0, keep_s=0.1
         ),
-        router=RouterSection(port=0, hold_s=20.0, connect_timeout_s=1.0, request_timeout_s=20.0),
+        router=RouterSection(
+            port=0,
+            hold_s=20.0,
+            connect_timeout_s=1.0,
+            request_timeout_s=20.0,
+            spool_path=str(directory / "spool"),
+            spool_bytes=1 << 20,
+        ),
         trainer=TrainerSection(max_staleness=1),
         jobs=JobsSection(verify=False),
     )

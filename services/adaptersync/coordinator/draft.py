@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from adaptersync_core.events import AnyEvent, ReplicaState, VersionRetiring
-from adaptersync_core.records import Decision, Fleet, Need, VersionRecord
+from adaptersync_core.records import Decision, Fleet, Need, VersionRecord, Want
 from adaptersync_core.table import Fate, LiveState, LiveVersion, Member, MemberState
 
 
@@ -40,21 +40,23 @@ class Draft:
             self.runs[self.versions[name].run] = replace(entry, current=None)
         self.events.append(VersionRetiring(version=name, generation=self.generation, reason=reason))
 
-    def give_up(self, name: str, reason: str, *, fate: Fate) -> None:
+    def give_up(self, name: str, reason: str, *, fate: Fate, want: Want = "") -> None:
         """A version that was never served: whoever loaded it unloads it, and then it is gone.
 
         One that some router may serve all the same is left loaded until none does.
         """
         self._change(name, "retiring", fate=fate, drained=not self.versions[name].exposed)
-        self.record(name, fate, reason)
+        self.record(name, fate, reason, want)
 
     def forget(self, name: str) -> None:
         """Nobody holds the version any more; its record keeps its fate."""
         if self.versions.pop(name).fate == "retired":
             self.record(name, "retired", "unloaded everywhere")
 
-    def record(self, name: str, state: str, reason: str = "") -> None:
-        self._records[name] = VersionRecord(state=state, reason=reason, generation=self.generation, at=self.now)
+    def record(self, name: str, state: str, reason: str = "", want: Want = "") -> None:
+        self._records[name] = VersionRecord(
+            state=state, reason=reason, want=want, generation=self.generation, at=self.now
+        )
 
     def take_up(self, name: str, version: LiveVersion) -> None:
         self.versions[name] = version

@@ -19,7 +19,7 @@ from adaptersync.coordinator.membership import alive, answer, can_spare, slots_o
 from adaptersync_core.config import Config
 from adaptersync_core.events import VersionPromoted, VersionReady, VersionRolledBack, VersionStaging, VersionSuperseded
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.records import Ack, Fleet
+from adaptersync_core.records import Ack, Fleet, Want
 from adaptersync_core.registry import PUBLICATIONS_AT_ONCE
 from adaptersync_core.table import ROUTABLE, LiveVersion, RunEntry
 
@@ -175,7 +175,7 @@ def _refuse(fleet: Fleet, run: str, newer: list[Manifest], reason: str) -> Draft
     draft = Draft(fleet)
     draft.runs[run] = replace(fleet.table.runs[run], considered=newer[-1].seq)
     for manifest in newer:
-        draft.record(manifest.adapter_id, "rolled_back", reason)
+        draft.record(manifest.adapter_id, "rolled_back", reason, "room")
         draft.events.append(VersionRolledBack(version=manifest.adapter_id, generation=draft.generation, reason=reason))
     return draft
 
@@ -213,7 +213,8 @@ def conclude(fleet: Fleet, config: Config) -> Draft | None:
         odd |= {name: f"no ack of {candidate} in {deadline_s:g} s" for name in silent}
         draft = Draft(fleet)
         if len(odd) == len(ready) or not can_spare(draft, config, len(odd)):
-            return _roll_back(fleet, candidate, "; ".join(f"{name}: {why}" for name, why in odd.items()))
+            why = "; ".join(f"{name}: {why}" for name, why in odd.items())
+            return _roll_back(fleet, candidate, why, want="" if refused else "time")
         for name, why in odd.items():
             draft.member(name, "ejected", why, table.members[name])
         return draft
@@ -282,9 +283,9 @@ def _promote(fleet: Fleet, run: str, candidate: str, ready: list[str]) -> Draft:
     return draft
 
 
-def _roll_back(fleet: Fleet, candidate: str, reason: str) -> Draft:
+def _roll_back(fleet: Fleet, candidate: str, reason: str, *, want: Want = "") -> Draft:
     draft = Draft(fleet)
-    draft.give_up(candidate, reason, fate="rolled_back")
+    draft.give_up(candidate, reason, fate="rolled_back", want=want)
     draft.events.append(VersionRolledBack(version=candidate, generation=draft.generation, reason=reason))
     return draft
 

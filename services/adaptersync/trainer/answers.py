@@ -1,7 +1,7 @@
 """What a rollout does with one answer of the router.
 
 A rollout asks for `{run}@v{seq}`, the version its conversation is pinned to, and trains on the answer only if that
-very version wrote it. Knows the rule; knows nothing of HTTP clients or TRL.
+very version wrote it and was not found bad meanwhile. Knows the rule; knows nothing of HTTP clients or TRL.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     status: int
     served: str | None = None  # adapter id the router says wrote it
     aborted: bool = False  # vLLM stopped half-way and still said 200
+    voided: bool = False  # the version was found bad while it wrote
     retry_after_s: float | None = None
     reason: str = ""
 
@@ -48,8 +49,11 @@ def judge(answer: Answer, *, run: str, asked: int, promoted: int) -> Verdict:
     if answer.status == 200:
         if answer.aborted:
             return Verdict.RETRY
-        return Verdict.TAKE if _wrote(answer.served, run, asked) else Verdict.MISMATCH
-    if answer.status in WITHDRAWN:
+        if not _wrote(answer.served, run, asked):
+            return Verdict.MISMATCH
+        if not answer.voided:
+            return Verdict.TAKE
+    if answer.status in WITHDRAWN or answer.voided:
         # With nothing newer to ask for yet, the news of it is on its way: a withdrawn version has a successor.
         return Verdict.REPIN if promoted != asked else Verdict.RETRY
     if answer.status in PASSING or answer.status >= 500:

@@ -38,7 +38,7 @@ from adaptersync_core.keys import Keys
 from adaptersync_core.lane import FastLane
 from adaptersync_core.manifest import FILES, Manifest, check_finite, content_digest, hash_file, inspect
 from adaptersync_core.proof import Probe
-from adaptersync_core.records import VersionRecord
+from adaptersync_core.records import VersionRecord, Want
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.store import ArtifactStore
@@ -61,10 +61,14 @@ class SavesAdapter(Protocol):
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """What became of a version. `current` says that it was promoted, even if another has followed since."""
+    """What became of a version. `current` says that it was promoted, even if another has followed since.
+
+    `want` says what the fleet lacked for one that was rolled back although nobody found it bad: room, or time.
+    """
 
     state: Literal["current", "superseded", "rolled_back", "voided"]
     reason: str = ""
+    want: Want = ""
 
 
 class Publication:
@@ -356,7 +360,8 @@ def _outcome(record: VersionRecord | None) -> Outcome | None:
         case "current" | "retained" | "retiring" | "retired":
             return Outcome(state="current")
         case "superseded" | "rolled_back" | "voided" as state:
-            return Outcome(state=state, reason=record.reason if record else "")
+            assert record is not None  # noqa: S101 - it has a state
+            return Outcome(state=state, reason=record.reason, want=record.want)
     return None
 
 

@@ -2,8 +2,9 @@
 
 TRL pauses, loads, resumes, and asks for `trl-policy-v7`. Here a load becomes a publication that is waited for, a pause
 becomes nothing (a new name needs none), and TRL's names become aliases of versions of the present epoch. TRL ends the
-training at any refused load and retries an unknown name for minutes, so where the fleet could not take a version in
-time, its alias points to the last one promoted, and every request through it is marked as substituted.
+training at any refused load and retries an unknown name for minutes, so where the fleet had no time or no room for a
+version, its alias points to the last one promoted, and every request through it is marked as substituted. Only what
+the fleet found bad is refused.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from adaptersync_core.errors import (
     AdapterSyncError,
     ConfigError,
     ControlError,
+    ControlUnavailable,
     EngineUnavailable,
     PublicationFailed,
 )
@@ -37,11 +40,14 @@ from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.manifest import FILES, content_digest, hash_file
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
+from adaptersync_core.table import Table
 from adaptersync_core.telemetry import configure_logging
 
 ALIASES = 256  # names kept; TRL asks for none older than its staleness window
 TRL_NAME = re.compile(r"trl-policy-v[0-9]+")  # what TRL calls the adapters it has a server load
 BODY_LIMIT = 16 << 20  # bytes of one request
+LOOK_S = 0.5  # a table is believed for so long; what was withdrawn since, the router says
+WITHDRAWN = frozenset({409, 410})  # what the router answers then
 PASSED_ON = ("content-type", "retry-after", REQUEST_ID, VERSION, REPLICA, VOIDED)  # of an answer's headers
 
 log = logging.getLogger(__name__)
@@ -61,6 +67,10 @@ class Alias(Struct, frozen=True, kw_only=True):
     digest: str
     version: str
     substituted: bool = False
+
+
+class _Withdrawn(Exception):
+    """The router no longer serves what it was asked for; nothing has been passed on."""
 
 
 def run_relay(config: Config) -> None:
@@ -111,6 +121,9 @@ class Relay:
         self._config = config
         self._root = Path(config.relay.allowed_root or ".").resolve()
         self._aliases: dict[str, Alias] = {}
+        self._table: Table | None = None
+        self._look_at = 0.0
+        self._looking = asyncio.Lock()
         self._loading = asyncio.Lock()
         self._beginning = asyncio.Lock()
         self._publisher: AdapterPublisher | None = None
@@ -201,22 +214,28 @@ class Relay:
         known = self._aliases.get(name)
         if known is not None and known.digest == digest and not known.substituted:
             return known
-        publication = await asyncio.to_thread(publisher.publish, directory)
+        try:
+            publication = await asyncio.to_thread(publisher.publish, directory)
+        except ControlUnavailable as error:
+            return await self._stand_in(name, digest, str(error))
         try:
             outcome = await asyncio.to_thread(publication.wait, self._config.relay.promotion_timeout_s)
-            why = f"{outcome.state}: {outcome.reason}"
-            if outcome.state == "current":
-                return Alias(digest=digest, version=publication.adapter_id)
-            if outcome.state == "rolled_back":
-                raise PublicationFailed(f"the fleet refused it: {outcome.reason}", version=publication.adapter_id)
-        except PublicationFailed as error:
-            if publication.outcome is not None:
-                raise
-            why = str(error)
-        entry = (await self._registry.table()).runs.get(publisher.run)
+        except PublicationFailed as error:  # no outcome in time
+            return await self._stand_in(name, digest, str(error))
+        if outcome.state == "current":
+            await self._look(anew=True)
+            return Alias(digest=digest, version=publication.adapter_id)
+        if outcome.state == "rolled_back" and not outcome.want:
+            raise PublicationFailed(f"the fleet refused it: {outcome.reason}", version=publication.adapter_id)
+        return await self._stand_in(name, digest, f"{publication.adapter_id} is {outcome.state}: {outcome.reason}")
+
+    async def _stand_in(self, name: str, digest: str, why: str) -> Alias:
+        """The version last promoted, for one of which nobody said that it is bad."""
+        table = await self._look()
+        entry = table.runs.get(self._config.trainer.run) if table else None
         if entry is None or entry.current is None:
-            raise PublicationFailed(f"not served, and nothing before it: {why}", version=publication.adapter_id)
-        log.warning("%s stands for %s, since %s is %s", name, entry.current, publication.adapter_id, why)
+            raise PublicationFailed(f"not served, and nothing before it: {why}")
+        log.warning("%s stands for %s: %s", name, entry.current, why)
         return Alias(digest=digest, version=entry.current, substituted=True)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -231,32 +250,50 @@ class Relay:
         if alias is None and not (isinstance(name, str) and TRL_NAME.fullmatch(name)):
             return await self._forward(request, body, {})
         version = alias.version if alias else name  # a name of before this relay started stands for nobody knows what
-        asked["model"] = target = await self._living(version)
-        marks = {SUBSTITUTED: name} if target != version or (alias and alias.substituted) else {}
-        return await self._forward(request, orjson.dumps(asked), marks)
+        substituted = bool(alias and alias.substituted)
+        for anew in (False, True):
+            asked["model"] = target = await self._living(version, anew=anew)
+            marks = {SUBSTITUTED: name} if target != version or substituted else {}
+            try:
+                return await self._forward(request, orjson.dumps(asked), marks, insist=anew)
+            except _Withdrawn:  # since the table was read
+                continue
+        raise AssertionError("the second answer is passed on, whatever it is")
 
-    async def _living(self, version: str) -> str:
+    async def _living(self, version: str, *, anew: bool) -> str:
         """`version` while it is served, else the oldest that still is. Without Redis the router may know better."""
-        try:
-            table = await self._registry.table()
-        except ControlError as error:
-            log.warning("asks for %s, since the table cannot be read: %s", version, error)
-            return version
-        entry = table.versions.get(version)
-        if entry is not None and table.routable(version):
+        table = await self._look(anew=anew)
+        if table is None or table.routable(version):
             return version
         window = table.window(self._config.trainer.run)
         return window[-1] if window else version
 
+    async def _look(self, *, anew: bool = False) -> Table | None:
+        """The table, a moment old unless `anew`; while it cannot be read the last one known, if that will do."""
+        async with self._looking:
+            if anew or time.monotonic() >= self._look_at:
+                self._table = None if anew else self._table
+                try:
+                    self._table = await self._registry.table()
+                except ControlError as error:
+                    log.warning("the table cannot be read: %s", error)
+                self._look_at = time.monotonic() + LOOK_S
+            return self._table
+
     async def forward(self, request: web.Request) -> web.StreamResponse:
         return await self._forward(request, await request.read(), {})
 
-    async def _forward(self, request: web.Request, body: bytes, headers: dict[str, str]) -> web.StreamResponse:
+    async def _forward(
+        self, request: web.Request, body: bytes, headers: dict[str, str], *, insist: bool = True
+    ) -> web.StreamResponse:
+        """Pass a request and its answer on; unless `insist`, _Withdrawn when the version was."""
         url = self._config.relay.router_url.rstrip("/") + request.path
         sent = {"content-type": request.content_type, **headers}
         response: web.StreamResponse | None = None
         try:
             async with self._session.request(request.method, url, data=body or None, headers=sent) as answer:
+                if answer.status in WITHDRAWN and not insist:
+                    raise _Withdrawn
                 passed = {name: answer.headers[name] for name in PASSED_ON if name in answer.headers}
                 response = web.StreamResponse(status=answer.status, headers={**passed, **headers})
                 response.content_length = answer.content_length

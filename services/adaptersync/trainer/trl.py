@@ -43,6 +43,7 @@ from adaptersync.trainer.pace import Counts, Pace
 from adaptersync.trainer.publisher import AdapterPublisher, Publication
 from adaptersync_core.config import Config, load_config
 from adaptersync_core.errors import AdapterSyncError, ConfigError, PublicationFailed, Unroutable
+from adaptersync_core.headers import VERSION, VOIDED
 from adaptersync_core.identity import check_name
 
 TRL_NEEDED = "adaptersync works with trl 1.16: pip install 'trl>=1.16,<1.17' 'peft>=0.19'"
@@ -189,11 +190,13 @@ class RolloutLoop(_AsyncRolloutLoop):
             ), None
         try:
             body = msgspec.json.decode(raw)
-            served = response.headers.get("x-adaptersync-version") or body["model"]
+            served = response.headers.get(VERSION) or body["model"]
             aborted = body["choices"][0].get("finish_reason") == "abort"
         except (msgspec.DecodeError, KeyError, IndexError, TypeError, AttributeError) as error:
             return Answer(status=0, reason=f"not a completion ({type(error).__name__}: {error})"), None
-        return Answer(status=200, served=served, aborted=aborted, reason="aborted by vLLM" if aborted else ""), body
+        voided = VOIDED in response.headers
+        reason = "aborted by vLLM" if aborted else f"{served} was found bad meanwhile" if voided else ""
+        return Answer(status=200, served=served, aborted=aborted, voided=voided, reason=reason), body
 
 
 class RolloutWorker(AsyncRolloutWorker):

@@ -91,6 +91,7 @@ def test_one_of_three_refusing_waits_for_the_others_word() -> None:
 def test_a_lone_refusal_at_the_floor_rolls_back() -> None:
     world = after(ready(replicas=3, min_ready=3), "publish run1", "coordinate", "refuse r2", "settle")
     assert fate(world, V[1])[0] == "rolled_back"
+    assert world.records[V[1]].want == ""
     assert set(members(world).values()) == {"ready"}
 
 
@@ -116,6 +117,7 @@ def test_silence_of_all_past_the_deadline_rolls_back() -> None:
     world = after(ready(replicas=2), "publish run1", "coordinate", "later 61", "coordinate")
     assert fate(world, V[1])[0] == "rolled_back"
     assert fate(world, V[1])[1].count("no ack of") == 2
+    assert world.records[V[1]].want == "time"  # nobody said that it is bad
     assert set(members(world).values()) == {"ready"}
 
 

@@ -228,6 +228,7 @@ def test_a_run_that_would_take_the_last_slot_is_refused_and_the_others_go_on() -
     world = after(world, *(word for run in (1, 2, 3, 1, 2) for word in (f"publish run{run}", "settle")))
     reason = "capacity: 2 of 3 adapters that replicas can hold are current versions"
     assert fate(world, name_of("run3", 1)) == ("rolled_back", reason)
+    assert world.records[name_of("run3", 1)].want == "room"
     assert [world.table.runs[f"run{run}"].current for run in (1, 2)] == [name_of(f"run{run}", 2) for run in (1, 2)]
 
 

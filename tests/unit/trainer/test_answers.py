@@ -47,6 +47,13 @@ def test_a_withdrawn_version_gives_way_to_the_promoted_one(status: int) -> None:
     assert verdict(Answer(status=status), promoted=ASKED) is Verdict.RETRY  # the news is still on its way
 
 
+def test_what_a_version_wrote_while_it_was_found_bad_is_not_trained_on() -> None:
+    voided = Answer(status=200, served=RIGHT, voided=True)
+    assert verdict(voided, promoted=6) is Verdict.REPIN
+    assert verdict(voided, promoted=ASKED) is Verdict.RETRY
+    assert verdict(Answer(status=200, served="base", voided=True), promoted=6) is Verdict.MISMATCH
+
+
 @pytest.mark.parametrize("status", [0, 408, 429, 500, 502, 503, 504])
 def test_what_can_pass_is_tried_again(status: int) -> None:
     assert verdict(Answer(status=status)) is Verdict.RETRY

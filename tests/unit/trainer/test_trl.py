@@ -42,14 +42,16 @@ class Fleet:
         return reply(self.asked[-1])
 
 
-def served(seq: int | None = None) -> Callable[[str], web.Response]:
+def served(seq: int | None = None, *, voided: bool = False) -> Callable[[str], web.Response]:
     """An answer by version `seq`, or by the one that is asked for."""
 
     def reply(model: str) -> web.Response:
         number = int(model.rpartition("@v")[2]) if seq is None else seq
         choice = {"token_ids": [15, 2], "logprobs": {"token_logprobs": [-0.5, -0.1]}, "finish_reason": "stop"}
         headers = {"x-adaptersync-version": adapter_id(RUN, number, "a" * 64)}
-        return web.json_response({"model": model, "choices": [choice]}, headers=headers)
+        return web.json_response(
+            {"model": model, "choices": [choice]}, headers=headers | ({"x-adaptersync-voided": "1"} if voided else {})
+        )
 
     return reply
 
@@ -148,6 +150,17 @@ async def test_a_withdrawn_version_gives_way_to_the_one_promoted_since(trl: Modu
         assert loop._counters == {"adaptersync/repinned_total": 1}
     assert fleet.asked == ["sums@v5", "sums@v7"]
     assert conversation.asks == 7
+
+
+async def test_what_a_voided_version_wrote_is_asked_for_again_from_the_one_before(trl: ModuleType) -> None:
+    fleet = Fleet(served(voided=True), served())
+    async with loop_on(trl, fleet, promoted=6) as loop:  # the pointer has gone back
+        conversation = trl.Conversation(asks=7, oldest=7)
+        trl._conversation.set(conversation)
+        await loop._generate_one_turn([1])
+        assert loop._counters == {"adaptersync/repinned_total": 1}
+    assert fleet.asked == ["sums@v7", "sums@v6"]
+    assert (conversation.asks, conversation.oldest) == (6, 6)
 
 
 async def test_a_busy_fleet_is_asked_again_when_it_says(trl: ModuleType) -> None:

@@ -24,6 +24,9 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 TOKEN_HEADER = "x-adaptersync-token"  # noqa: S105 - the name of a header
 WORKER_EXTENSION = "adaptersync.engine.audit.Auditor"
 ANSWER_LIMIT = 16 << 20  # bytes of one control answer
+NAMED = 8  # tensors named of those that differ; the rest is counted
+AUDITED_AT_ONCE = 4 << 20  # bytes of an adapter, some 5 ms: for so long the engine generates nothing
+AUDIT_PARTS = 64  # most of them; between two the engine makes a step or more, and a promotion waits for all
 
 T = TypeVar("T")
 
@@ -73,6 +76,19 @@ class Audit(Struct, frozen=True, kw_only=True):
     differing: int = 0
     unused: tuple[str, ...] = ()
     unused_modules: int = 0
+
+
+def together(parts: Sequence[Audit]) -> Audit:
+    """What one worker said of an adapter part by part."""
+    differ = [name for part in parts for name in part.differ]
+    return Audit(
+        resident=True,
+        compared=sum(part.compared for part in parts),
+        differ=tuple(differ[:NAMED]),
+        differing=sum(part.differing for part in parts),
+        unused=parts[0].unused,
+        unused_modules=parts[0].unused_modules,
+    )
 
 
 class _LoraConfig(Struct, frozen=True, kw_only=True):
@@ -194,9 +210,19 @@ class VllmClient:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise EngineRefused(f"identity cannot be read: {error!r}", status=200, engine=self.url) from error
 
-    async def audit(self, number: int, path: str, *, timeout_s: float) -> list[Audit]:
-        """Have every worker compare slot and file; only where `EngineFacts.audits`."""
-        return await self._rpc("adaptersync_audit", number, path, answer=Audit, timeout_s=timeout_s)
+    async def audit(self, number: int, path: str, *, size: int, timeout_s: float) -> list[Audit]:
+        """Have every worker compare slot and file; only where `EngineFacts.audits`.
+
+        `size`, bytes of the file, decides in how many calls: between two of them the engine generates.
+        """
+        parts = min(-(-size // AUDITED_AT_ONCE) or 1, AUDIT_PARTS)
+        told: list[list[Audit]] = []
+        for part in range(parts):
+            which = (part, parts) if parts > 1 else ()
+            told.append(await self._rpc("adaptersync_audit", number, path, *which, answer=Audit, timeout_s=timeout_s))
+            if any(worker.error or not worker.resident for worker in told[-1]):
+                return told[-1]
+        return [together(each) for each in zip(*told, strict=True)]
 
     async def held(self) -> list[Held]:
         """What every worker has in memory; only where `EngineFacts.audits`."""

@@ -10,7 +10,7 @@ import pytest
 
 from adaptersync.engine.door import IDENTITY, OPEN, REFUSAL
 from adaptersync_core.errors import EngineUnavailable
-from adaptersync_core.vllm import TOKEN_HEADER, Audit, VllmClient
+from adaptersync_core.vllm import AUDITED_AT_ONCE, TOKEN_HEADER, Audit, VllmClient
 from support.adapters import ALL_TARGETS
 from support.engines import MAX_CPU_LORAS, MAX_LORAS, MODEL, Engine
 from support.tiny_model import LAYERS
@@ -161,7 +161,13 @@ async def test_drop_frees_what_has_no_name(engine: Engine, client: VllmClient, a
 
 
 async def _audit(engine: Engine, client: VllmClient, name: str, path: Path) -> Audit:
-    (audit,) = await client.audit(_number(engine, name), str(path), timeout_s=30)
+    """As of a small file; a large one, compared in parts, must come to the same."""
+    number = _number(engine, name)
+    (audit,) = await client.audit(number, str(path), size=1, timeout_s=30)
+    for parts in (2, 5, 50):  # more than there are modules, too
+        (again,) = await client.audit(number, str(path), size=parts * AUDITED_AT_ONCE, timeout_s=30)
+        assert (again.differing, again.compared, again.unused) == (audit.differing, audit.compared, audit.unused)
+        assert len(again.differ) == len(audit.differ)
     return audit
 
 

@@ -33,6 +33,7 @@ class Engine:
         self.facts: EngineFacts | None = None
         self.base: dict[str, tuple[int, ...]] = {}
         self.unsettled: set[str] = set()
+        self._scores: tuple[str, bool] = ("", False)  # in which life, and the answer
 
     async def observe(self, *, timeout_s: float) -> list[str]:
         """Check that the engine lives, learn of a restart, and list what it holds of ours."""
@@ -107,10 +108,20 @@ class Engine:
         return {name for name, number in numbers.items() if all(number in worker for worker in held)}
 
     async def scores(self) -> bool:
-        """Whether prompts may be scored; not where that could end the server, nor where we cannot look."""
+        """Whether prompts may be scored; not where that could end the server, nor where we cannot look.
+
+        Asked once in a life of the engine, which must stop generating to answer: its modules stay what they are.
+        """
         if self.facts is None or not self.facts.audits:
             return False
-        return all(worker.scores for worker in await self._client.held())
+        epoch = self.epoch
+        if self._scores[0] == epoch:
+            return self._scores[1]
+        held = await self._client.held()
+        scores = all(worker.scores for worker in held)
+        if not any(worker.error for worker in held):
+            self._scores = (epoch, scores)
+        return scores
 
     async def _free(self) -> None:
         """Drop what no name leads to: unloaded versions, canaries, and what failed loads left.

@@ -69,7 +69,7 @@ class Prover:
     async def prove(self, name: str, manifest: Manifest, path: Path) -> Proof:
         """Judge a loaded version. Raises only when the engine does not answer, or the disk of this host fails."""
         commissioned = await self._commission(since=time.monotonic() - RECHECK_S)
-        content = await self._content(name, path)
+        content = await self._content(name, manifest, path)
         asked = time.monotonic()
         behaviour = await self._behaviour(name, manifest)
         if unchanged(behaviour) and commissioned.verdict != "refuted":
@@ -121,11 +121,11 @@ class Prover:
         log.info("engine commissioned: %s", leg)
         return leg
 
-    async def _content(self, name: str, path: Path) -> Leg:
+    async def _content(self, name: str, manifest: Manifest, path: Path) -> Leg:
         number = (await self._engine.numbers()).get(name)
         if number is None:
             return Leg(verdict="not probed", reason="engine runs without our door and worker extension")
-        workers = await self._client.audit(number, str(path), timeout_s=self._timeout_s)
+        workers = await self._client.audit(number, str(path), size=manifest.size, timeout_s=self._timeout_s)
         figures = {"workers": float(len(workers)), "tensors": float(sum(worker.compared for worker in workers))}
         for index, worker in enumerate(workers):
             if worker.error:

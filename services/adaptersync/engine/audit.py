@@ -6,6 +6,9 @@ calls it in every worker. `adaptersync_audit` reads the adapter's file again, ma
 bit, with the device slot the next forward pass will read. A load that went wrong without a word is found at any size of
 the adapter.
 
+While a worker compares, its engine generates nothing. So a large adapter is compared in parts, a call each, between
+which the engine goes on; a slot is written as a whole, when its adapter is activated, and not again.
+
 A call that goes wrong inside a worker may end the server, so every method answers with plain data, `error` among it.
 """
 
@@ -69,9 +72,12 @@ class Auditor:
         return {"dropped": bool(self.model_runner.lora_manager.remove_adapter(number)), "running": 0}
 
     @_answers
-    def adaptersync_audit(self, number: int, directory: str) -> dict[str, Any]:
-        """Compare slot and file. `differ` are tensors whose bits differ, `unused` those of the file no module took."""
-        from safetensors.torch import load_file
+    def adaptersync_audit(self, number: int, directory: str, part: int = 0, parts: int = 1) -> dict[str, Any]:
+        """Compare slot and file in one module of every `parts`, from number `part` on.
+
+        `differ` are tensors whose bits differ, `unused` those of the file no module took, in whichever part.
+        """
+        from safetensors import safe_open
 
         manager = self._adaptersync_manager()
         if number not in manager.list_adapters():
@@ -79,49 +85,73 @@ class Auditor:
         manager.activate_adapter(number)
         slot = manager.lora_index_to_id.index(number)
         config = json.loads((Path(directory) / "adapter_config.json").read_text())
-        tensors = load_file(Path(directory) / "adapter_model.safetensors")
-        rename = _renamer(manager.model)
-        pairs: dict[str, dict[str, Any]] = {}
-        for name, tensor in tensors.items():
-            module, half = re.fullmatch(r"(.+)\.(lora_[AB])\.weight", rename(name.removeprefix(PREFIX))).groups()  # type: ignore[union-attr]
-            pairs.setdefault(module, {"scaling": _scaling(config, name.removeprefix(PREFIX))})[half] = tensor
-        differ: list[str] = []
-        compared = 0
-        used: set[str] = set()
-        for module, wanted, found in _slots(manager, slot, pairs, used):
-            compared += 1
-            if not _equal(wanted, found):
-                differ.append(module)
+        with safe_open(Path(directory) / "adapter_model.safetensors", framework="pt") as file:
+            pairs = _Pairs(file, config, _renamer(manager.model))
+            found = [
+                (name, _equal(wanted, held))
+                for module in list(manager.modules)[part::parts]
+                for name, wanted, held in _slots(manager, module, slot, pairs)
+            ]
+        differ = [name for name, equal in found if not equal]
+        unused = pairs.modules() - {name for module in manager.modules for name in _packed(manager, module)}
         return {
             "resident": True,
-            "compared": compared,
+            "compared": len(found),
             "differ": differ[:NAMED],
             "differing": len(differ),
-            "unused": sorted(set(pairs) - used)[:NAMED],
-            "unused_modules": len(set(pairs) - used),
+            "unused": sorted(unused)[:NAMED],
+            "unused_modules": len(unused),
         }
 
     def _adaptersync_manager(self) -> Any:
         return self.model_runner.lora_manager._adapter_manager
 
 
-def _slots(
-    manager: Any, slot: int, pairs: Mapping[str, Mapping[str, Any]], used: set[str]
-) -> Iterator[tuple[str, Any, Any]]:
-    """(tensor name, what must be in the slot or None for nothing, what is in the slot) of every module."""
-    for module_name, module in manager.modules.items():
-        parts = manager.packed_modules.get(module_name, [module_name])
-        stacked_a, stacked_b = _stacked(module.lora_a_stacked), _stacked(module.lora_b_stacked)
-        mine = [pairs.get(part) for part in parts]
-        used.update(part for part, pair in zip(parts, mine, strict=True) if pair is not None)
-        a = [None if pair is None else pair["lora_A"].to(stacked_a[0].dtype) for pair in mine]
-        b = [None if pair is None else _scaled(pair, stacked_b[0].dtype) for pair in mine]
-        if getattr(module, "tp_size", 1) > 1:
-            # the layer's own cut: how a tensor is sharded is its business, that it is the right tensor is ours
-            a, b = (_cut(module.slice_lora_a, a), _cut(module.slice_lora_b, b))
-        for index, part in enumerate(parts):
-            yield f"{part}.lora_A", a[index], _held(stacked_a[index][slot])
-            yield f"{part}.lora_B", b[index], _held(stacked_b[index][slot])
+class _Pairs:
+    """The pairs of an open adapter file, under the names this model has for its modules."""
+
+    def __init__(self, file: Any, config: Mapping[str, Any], rename: Callable[[str], str]) -> None:
+        self._file = file
+        self._config = config
+        self._names: dict[str, dict[str, str]] = {}
+        for name in file.keys():  # noqa: SIM118 - a method of the file's, which is no mapping
+            module, half = re.fullmatch(r"(.+)\.(lora_[AB])\.weight", rename(name.removeprefix(PREFIX))).groups()  # type: ignore[union-attr]
+            self._names.setdefault(module, {})[half] = name
+
+    def modules(self) -> set[str]:
+        return set(self._names)
+
+    def read(self, module: str, a_dtype: Any, b_dtype: Any) -> tuple[Any, Any]:
+        """A and B as the engine holds them; None for what the file does not have."""
+        names = self._names.get(module)
+        if names is None:
+            return None, None
+        scaling = _scaling(self._config, names["lora_A"].removeprefix(PREFIX))
+        a = self._file.get_tensor(names["lora_A"]).to(a_dtype)
+        b = self._file.get_tensor(names["lora_B"]).to(b_dtype)
+        if scaling != 1:
+            b *= scaling  # in the engine's dtype, as vLLM folds it in
+        return a, b
+
+
+def _packed(manager: Any, module: str) -> list[str]:
+    """What vLLM has made one module of."""
+    parts: list[str] = manager.packed_modules.get(module, [module])
+    return parts
+
+
+def _slots(manager: Any, module_name: str, slot: int, pairs: _Pairs) -> Iterator[tuple[str, Any, Any]]:
+    """(tensor name, what must be in the slot or None for nothing, what is in the slot) of one module."""
+    module, parts = manager.modules[module_name], _packed(manager, module_name)
+    stacked_a, stacked_b = _stacked(module.lora_a_stacked), _stacked(module.lora_b_stacked)
+    read = [pairs.read(part, stacked_a[0].dtype, stacked_b[0].dtype) for part in parts]
+    a, b = [pair[0] for pair in read], [pair[1] for pair in read]
+    if getattr(module, "tp_size", 1) > 1:
+        # the layer's own cut: how a tensor is sharded is its business, that it is the right tensor is ours
+        a, b = (_cut(module.slice_lora_a, a), _cut(module.slice_lora_b, b))
+    for index, part in enumerate(parts):
+        yield f"{part}.lora_A", a[index], _held(stacked_a[index][slot])
+        yield f"{part}.lora_B", b[index], _held(stacked_b[index][slot])
 
 
 def _stacked(slots: Any) -> tuple[Any, ...]:
@@ -140,13 +170,6 @@ def _cut(cut: Callable[[Any], Any], tensors: list[Any]) -> list[Any]:
     return tensors if tensors[0] is None else [cut(tensors[0])]
 
 
-def _scaled(pair: Mapping[str, Any], dtype: Any) -> Any:
-    scaled = pair["lora_B"].to(dtype)
-    if pair["scaling"] != 1:
-        scaled *= pair["scaling"]  # in the engine's dtype, as vLLM folds it in
-    return scaled
-
-
 def _equal(wanted: Any, found: Any) -> bool:
     """Whether the slot holds exactly the tensor, and nothing beside it."""
     import torch
@@ -154,9 +177,8 @@ def _equal(wanted: Any, found: Any) -> bool:
     if wanted is None:
         return not bool(found.any())
     rows, columns = wanted.shape
-    inside = found[:rows, :columns]
-    rest = int(torch.count_nonzero(found)) - int(torch.count_nonzero(inside))
-    return bool(torch.equal(inside.cpu(), wanted.cpu())) and rest == 0
+    beside = bool(found[rows:].any()) or bool(found[:rows, columns:].any())
+    return not beside and bool(torch.equal(found[:rows, :columns].cpu(), wanted.cpu()))
 
 
 def _renamer(model: Any) -> Callable[[str], str]:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from adaptersync.agent.engine import Engine
 from adaptersync_core.errors import EngineRefused, EngineUnavailable
-from adaptersync_core.vllm import EngineFacts, Identity, VllmClient
+from adaptersync_core.vllm import EngineFacts, Held, Identity, VllmClient
 from adaptersync_tools.demo.synthetic import write_base_model
 
 NAME = "run-v1-0123456789ab"
@@ -35,6 +35,8 @@ class Server(VllmClient):
         self.listed: dict[str, str] = {}
         self.failure: Exception | None = None
         self.said = FACTS
+        self.workers: list[Held] = []
+        self.looked = 0
 
     async def alive(self, *, timeout_s: float) -> None:
         pass
@@ -50,6 +52,10 @@ class Server(VllmClient):
 
     async def adapters(self) -> dict[str, str]:
         return self.listed
+
+    async def held(self) -> list[Held]:
+        self.looked += 1
+        return self.workers
 
     async def load(self, name: str, path: str, *, timeout_s: float) -> None:
         if self.failure is not None:
@@ -116,3 +122,19 @@ async def test_what_cannot_be_checked_is_said(caplog: pytest.LogCaptureFixture, 
     server.said = replace(FACTS, root=str(tmp_path))
     await Engine(server, STAGED).observe(timeout_s=1)
     assert "checked" not in caplog.text
+
+
+async def test_whether_prompts_may_be_scored_is_asked_once_in_a_life() -> None:
+    server = Server()
+    server.said = replace(FACTS, audits=True)
+    engine = Engine(server, STAGED)
+    await engine.observe(timeout_s=1)
+    server.workers = [Held(error="RuntimeError: not yet")]
+    assert not await engine.scores()
+    server.workers = [Held(scores=True), Held(scores=True)]
+    assert [await engine.scores(), await engine.scores()] == [True, True]
+    assert server.looked == 2
+    server.life, server.workers = "2.00", [Held(scores=True), Held()]
+    await engine.observe(timeout_s=1)
+    assert [await engine.scores(), await engine.scores()] == [False, False]
+    assert server.looked == 3

@@ -15,7 +15,7 @@ from adaptersync.agent import prove as prove_module
 from adaptersync.agent.canary import write_canary
 from adaptersync_core.errors import EngineUnavailable, StagingFailed
 from adaptersync_core.proof import Proof
-from adaptersync_core.vllm import WORKER_EXTENSION, VllmClient
+from adaptersync_core.vllm import AUDIT_PARTS, WORKER_EXTENSION, VllmClient
 from adaptersync_tools.simulator.adapter_files import BaseModel
 from adaptersync_tools.simulator.engine import EngineConfig
 from adaptersync_tools.simulator.http import Simulator, SimulatorConfig, serving
@@ -309,3 +309,19 @@ async def test_a_busy_cpu_is_not_asked_for_the_base(bench: Bench, monkeypatch: p
     proof = await bench.prove(manifest)
     assert verdicts(proof) == ("proved", "proved", "proved", "not probed")
     assert "busy" in proof.behaviour.reason
+
+
+async def test_a_proof_stops_the_engine_for_what_it_must_see_only(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call into the workers is answered between two steps: nothing is generated meanwhile."""
+    await bench.loaded_and_proved(bench.version(1))
+    before = bench.simulator.calls["/collective_rpc"]
+    assert (await bench.loaded_and_proved(bench.version(2))).content.verdict == "proved"
+    assert bench.simulator.calls["/collective_rpc"] == before + 1
+    monkeypatch.setattr("adaptersync_core.vllm.AUDITED_AT_ONCE", 1024)
+    manifest = bench.version(3)
+    parts = -(-manifest.size // 1024)
+    assert (await bench.loaded_and_proved(manifest)).content.verdict == "proved"
+    assert bench.simulator.calls["/collective_rpc"] == before + 1 + min(parts, AUDIT_PARTS)
+    assert parts > 2

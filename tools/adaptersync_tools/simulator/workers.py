@@ -41,6 +41,9 @@ def answer(engine: Engine, call: Call, *, extension: str) -> object:
             return {"dropped": not running and engine.remove_lora(number), "running": running}
         case "adaptersync_audit", [int(number), str(directory)]:
             return _audit(engine, number, directory)
+        case "adaptersync_audit", [int(number), str(directory), int(part), int()]:
+            told = _audit(engine, number, directory)  # all of it is said of the first part
+            return told | {"compared": 0, "differ": [], "differing": 0} if part and told.get("resident") else told
         case (("adaptersync_held" | "adaptersync_drop" | "adaptersync_audit"), _):
             return {"error": "TypeError: wrong arguments"}
     raise lacks

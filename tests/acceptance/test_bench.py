@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from adaptersync_tools.bench import decision, promotion
+from adaptersync_tools.bench import decision, engine, promotion
 from adaptersync_tools.bench.result import Result
 from adaptersync_tools.demo.synthetic import SMALL
 from adaptersync_tools.up import Progress
 from support.processes import family
+from support.tiny_model import build_tiny_model
 from support.wait import wait_until_sync
 
 pytestmark = pytest.mark.timeout(150)
@@ -48,6 +49,28 @@ def test_decision(tmp_path: Path) -> None:
     assert [len(figure.samples_s) for figure in result.figures] == [2] * 8
     (target,) = result.targets
     assert target.value == pytest.approx(p50(result, "5 replicas") / p50(result, "2 replicas"))
+    assert family(tmp_path) == []
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+def test_engine(tmp_path: Path) -> None:
+    """On one real engine: what its gaps and rates are is not judged, that they are measured and nobody pauses it is."""
+    model = build_tiny_model(tmp_path / "model")
+    settings = engine.Settings(replicas=1, concurrency=2, answer_tokens=24, repeats=2, rounds=1, step_s=2.0)
+    result = engine.run(settings, model, tmp_path / "bench", Progress())
+    assert p50(result, "replica-0, load") > 0
+    assert {figure.name.removeprefix("replica-0, ") for figure in result.figures} >= {"proof", "unload", "before load"}
+    kept = {target.name: target.kept for target in result.targets}
+    assert kept["pauses sent to engines"]
+    assert kept["answers that failed"]
+    assert result.proofs["content: proved"] == settings.repeats
+    paced, hurried = result.promotions
+    assert paced.promotions == 1
+    assert hurried.promotions >= 1
+    assert paced.steady_tokens_per_s > 0
+    assert paced.engine_cpu is not None
+    assert set(result.phases["replica-0"]) == {"staged_s", "verified_s", "loaded_s", "proved_s"}
     assert family(tmp_path) == []
 
 

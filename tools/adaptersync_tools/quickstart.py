@@ -104,21 +104,7 @@ class Tour:
             from adaptersync_tools.demo.synthetic import write_base_model
 
             return write_base_model(self.out / "base-synthetic")
-        with Supervisor(self.directory) as supervisor:
-            command = python("adaptersync_tools.demo.warmup", "--dir", str(self.out))
-            service = supervisor.start(Spec(name="warmup", command=command, tier=0, restart=False))
-            what = "the base model, made once"
-            self.narrator.waiting(what)
-
-            def look() -> None:
-                if said := [line for line in read_lines(service.log_path) if line.get("event") == "step"]:
-                    self.narrator.detail(f"{what}: step {said[-1]['step']} of {said[-1]['steps']}")
-
-            _to_the_end(service, WARM_UP_S, look)
-        for line in read_lines(service.log_path):
-            if line.get("event") == "ready":
-                return Path(line["base"])
-        raise StackFailed("warm-up did not say where the base model is", log=str(service.log_path))
+        return make_base_model(self.out, self.directory, self.narrator)
 
     def _train(self, stack: Stack, base: Path) -> None:
         out = self.directory / "train"
@@ -216,6 +202,25 @@ class Tour:
         self.durations[what] = time.monotonic() - began
         self.narrator.done(what, self.durations[what])
         return result
+
+
+def make_base_model(out: Path, logs: Path, narrator: Narrator) -> Path:
+    """The demo's base model below `out`, made if it is not there yet."""
+    with Supervisor(logs) as supervisor:
+        command = python("adaptersync_tools.demo.warmup", "--dir", str(out))
+        service = supervisor.start(Spec(name="warmup", command=command, tier=0, restart=False))
+        what = "the base model, made once"
+        narrator.waiting(what)
+
+        def look() -> None:
+            if said := [line for line in read_lines(service.log_path) if line.get("event") == "step"]:
+                narrator.detail(f"{what}: step {said[-1]['step']} of {said[-1]['steps']}")
+
+        _to_the_end(service, WARM_UP_S, look)
+    for line in read_lines(service.log_path):
+        if line.get("event") == "ready":
+            return Path(line["base"])
+    raise StackFailed("warm-up did not say where the base model is", log=str(service.log_path))
 
 
 def _to_the_end(service: Service, limit_s: float, look: Callable[[], None]) -> None:

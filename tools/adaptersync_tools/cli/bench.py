@@ -14,6 +14,8 @@ from adaptersync_tools.cli.common import json_option
 from adaptersync_tools.cli.local import interrupt_on_sigterm
 from adaptersync_tools.output import Narrator, console
 
+MEMORY = Path("/dev/shm")  # noqa: S108 - below it, in a directory of our own
+
 keep_option = click.option(
     "--keep",
     type=click.Path(file_okay=False, path_type=Path),
@@ -32,15 +34,17 @@ def bench() -> None:
     Examples:
       adaptersync bench promotion
       adaptersync bench decision --json | jq .targets
+      adaptersync bench engine
     """
 
 
 @contextlib.contextmanager
-def workplace(keep: Path | None) -> Iterator[tuple[Path, Narrator]]:
+def workplace(keep: Path | None, *, in_memory: bool = False) -> Iterator[tuple[Path, Narrator]]:
     """Where a bench works and how it tells how far it is; SIGTERM ends it as Ctrl-C does."""
     interrupt_on_sigterm()
     narrator = Narrator(console(stderr=True))
-    with tempfile.TemporaryDirectory(prefix="adaptersync-bench-") as scratch:
+    parent = MEMORY if in_memory and MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="adaptersync-bench-", dir=parent) as scratch:
         directory = (keep or Path(scratch)).absolute()
         directory.mkdir(parents=True, exist_ok=True)
         try:
@@ -124,6 +128,96 @@ def decision(as_json: bool, replicas: tuple[int, ...], promotions: int, rounds: 
     with workplace(keep) as (directory, narrator):
         result = measured.run(settings, directory, narrator)
     return show(result, as_json=as_json)
+
+
+@bench.command()
+@json_option
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Directory of the base model.  [default: the quickstart's, made once below --models]",
+)
+@click.option(
+    "--models",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("runs/quickstart"),
+    show_default=True,
+    help="Where the quickstart's base model is kept.",
+)
+@click.option("--replicas", type=click.IntRange(1, 16), default=2, show_default=True, help="vLLM servers.")
+@click.option(
+    "--concurrency", type=click.IntRange(1, 256), default=8, show_default=True, help="Answers in flight, by replica."
+)
+@click.option("--tokens", type=click.IntRange(16, 4096), default=128, show_default=True, help="Tokens of an answer.")
+@click.option(
+    "--repeats",
+    type=click.IntRange(2, 1000),
+    default=8,
+    show_default=True,
+    help="Loads, proofs and unloads on each engine.",
+)
+@click.option("--rounds", type=click.IntRange(1, 1000), default=4, show_default=True, help="Of four windows each.")
+@click.option(
+    "--step",
+    type=click.FloatRange(1, 600),
+    default=8.0,
+    show_default=True,
+    help="Seconds of a window: one training step, with one version.",
+)
+@keep_option
+def engine(
+    as_json: bool,
+    model: Path | None,
+    models: Path,
+    replicas: int,
+    concurrency: int,
+    tokens: int,
+    repeats: int,
+    rounds: int,
+    step: float,
+    keep: Path | None,
+) -> int:
+    """Measure what adapters cost real engines while they generate.
+
+    vLLM servers as `adaptersync up` starts them, all their files in memory (/dev/shm), under continuous streaming load
+    through the router; an answer that ends is followed by the next one.
+
+    First the longest gap between two tokens, on one engine after the other, while a version is loaded, proved or
+    unloaded, beside the longest gap in as long a time just before. Then tokens a second, in windows of one training
+    step each: steady, one publication, steady, publications back to back, and again. Each is compared with the steady
+    windows beside it, so a drift of the machine cancels: over the whole step, and while a promotion is under way. The
+    promise, 95 % of steady, is about a whole step.
+
+    On a small machine trainer, agents and router share the engines' cores, which no real fleet does, and other
+    programs spoil the figures: a note says so.
+
+    
+    Examples:
+      adaptersync bench engine                        # about five minutes; the first time, one more for the model
+      adaptersync bench engine --step 30 --rounds 2 --json | jq .promotions
+      adaptersync bench engine --model ~/models/qwen --concurrency 32
+    """
+    from adaptersync_tools.bench import engine as measured
+    from adaptersync_tools.bench.engine_report import show_more
+    from adaptersync_tools.quickstart import make_base_model
+
+    settings = measured.Settings(
+        replicas=replicas,
+        concurrency=concurrency,
+        answer_tokens=tokens,
+        repeats=repeats,
+        rounds=rounds,
+        step_s=step,
+    )
+    with workplace(keep, in_memory=True) as (directory, narrator):
+        if model is None:
+            models.mkdir(parents=True, exist_ok=True)
+            model = make_base_model(models.absolute(), directory, narrator)
+        result = measured.run(settings, model, directory, narrator)
+    status = show(result, as_json=as_json)
+    if not as_json:
+        show_more(result)
+    return status
 
 
 COMMANDS = (bench,)

@@ -107,18 +107,7 @@ class Registry:
             self.keys.published(manifest.run),
             self.keys.events,
         )
-        event = AdapterPublished(
-            version=name,
-            run=manifest.run,
-            seq=manifest.seq,
-            epoch=manifest.epoch,
-            digest=manifest.digest,
-            size=manifest.size,
-            rank=manifest.shape.rank,
-            noop=bool(manifest.noop),
-            step=manifest.step,
-            published_at=published_at,
-        )
+        event = _published(manifest, published_at)
         text = msgspec.json.encode(manifest)
         reply = await self._run(
             "publish", keys, manifest.epoch, manifest.seq, name, text, VERSION_TTL_S, trainer, *to_fields(event)
@@ -325,15 +314,19 @@ class Registry:
         if reply[0] == "fenced":
             raise Fenced("another coordinator leads", token=lease.token)
 
-    async def announce_again(self, manifests: Sequence[Manifest]) -> None:
+    async def announce_again(self, manifests: Sequence[Manifest], considered: Mapping[str, int]) -> None:
         """Make stored versions known that Redis forgot; what it knows stays as it is.
 
-        Of two with one number, which a trainer stored and could not announce any more, the newer trainer's counts.
+        Of two with one number, which a trainer stored and could not announce any more, the newer trainer's counts. What
+        is beyond the number `considered` of its run has its life before it: an event tells of it.
         """
         for manifest in sorted(manifests, key=lambda one: -one.epoch):
             name = manifest.adapter_id
-            keys = (self.keys.manifest(name), self.keys.published(manifest.run))
-            await self._run("announce_again", keys, manifest.seq, name, msgspec.json.encode(manifest), VERSION_TTL_S)
+            keys = (self.keys.manifest(name), self.keys.published(manifest.run), self.keys.events)
+            ahead = manifest.seq > considered.get(manifest.run, 0)
+            event = to_fields(_published(manifest, manifest.created_at)) if ahead else ()
+            text = msgspec.json.encode(manifest)
+            await self._run("announce_again", keys, manifest.seq, name, text, VERSION_TTL_S, *event)
 
     # everyone
 
@@ -425,6 +418,21 @@ class Registry:
             epoch=mine,
             present=present,
         )
+
+
+def _published(manifest: Manifest, published_at: float) -> AdapterPublished:
+    return AdapterPublished(
+        version=manifest.adapter_id,
+        run=manifest.run,
+        seq=manifest.seq,
+        epoch=manifest.epoch,
+        digest=manifest.digest,
+        size=manifest.size,
+        rank=manifest.shape.rank,
+        noop=bool(manifest.noop),
+        step=manifest.step,
+        published_at=published_at,
+    )
 
 
 def _table(text: str | None) -> Table:

@@ -175,7 +175,8 @@ class Coordinator:
         runs = highest_numbers(known.runs, manifests)
         after = replace(known, table=table, runs=runs)
         await asyncio.to_thread(self._journal.begin, self._term, after)
-        await self._registry.announce_again(manifests)
+        considered = {run: entry.considered for run, entry in table.runs.items()}
+        await self._registry.announce_again(manifests, considered)
         await self._registry.restore(lease, table, runs, known.fates)
         self._known = after
 

@@ -8,6 +8,8 @@ from adaptersync_core.errors import Fenced, Forgotten
 from adaptersync_core.records import RunRecord, VersionRecord
 from adaptersync_core.registry import Registry
 from adaptersync_core.table import Table
+from support.asking import events, kinds
+from support.world import manifest, name_of
 
 NAME = "run-v1-000000000000"
 
@@ -52,3 +54,16 @@ async def test_a_trainer_learns_that_redis_stands_at_an_older_state(registry: Re
     await registry.begin_run("run", nonce="a", max_staleness=2, trainer="t")
     with pytest.raises(Forgotten):
         await registry.reserve("run", epoch=2, nonce="n")
+
+
+async def test_what_is_announced_again_and_was_not_considered_leaves_its_event(registry: Registry) -> None:
+    """Its trainer may have stored it and not announced it when Redis was emptied: nothing else would tell of it."""
+    manifests = [manifest("run", seq) for seq in (1, 2)] + [manifest("other", 1)]
+    for _ in range(2):
+        await registry.announce_again(manifests, {"run": 1})
+    told = [fields["version"] for fields in await events(registry)]
+    assert sorted(told) == sorted([name_of("run", 2), name_of("other", 1)])
+    await registry.begin_run("run", nonce="n", max_staleness=1, trainer="t", stored=(0, 2))
+    await registry.publish(manifests[1], published_at=1.0)  # once its trainer comes to it, it is no news
+    assert (await kinds(registry))["adapter.published"] == 2
+    assert [name for name, _ in await registry.published("run")] == [name_of("run", 1), name_of("run", 2)]

@@ -294,6 +294,8 @@ def test_the_summary_says_how_to_run_it_again_and_what_broke() -> None:
     assert "every promise held" in text
     broken = report(violations=[Violation(kind="ledger", what="2 answers have no row", at=1012.0)])
     assert "VIOLATION    12.0 s  ledger: 2 answers have no row" in "\n".join(lines(broken))
+    twice = report(violations=[Violation(kind="answer", what=f"wrong (request={n})", at=1001.0) for n in range(3)])
+    assert "answer: wrong (request=0), and 2 like it" in "\n".join(lines(twice))
     assert "1 promises were broken" in "\n".join(lines(broken))
 
 

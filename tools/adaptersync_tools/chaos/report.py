@@ -152,10 +152,14 @@ def lines(report: Report) -> Iterator[str]:
     yield f"ledger       {report.rows} rows; {report.unrecorded} answers without one"
     rest = "not reached" if report.rest_s is None else f"{report.rest_s:.1f} s after the last publication"
     yield f"rest         {rest}; bound of this and of every recovery: {report.converge_bound_s:g} s"
-    for violation in report.violations[:SHOWN]:
-        yield f"VIOLATION    {violation.at - report.began_at:.1f} s  {violation.kind}: {violation.what}"
-    if len(report.violations) > SHOWN:
-        yield f"             and {len(report.violations) - SHOWN} more, see the report"
+    alike: dict[tuple[str, str], list[Violation]] = {}
+    for violation in report.violations:  # what stands in brackets says of which request, the rest is one and the same
+        alike.setdefault((violation.kind, violation.what.partition(" (")[0]), []).append(violation)
+    for (kind, _), (first, *others) in list(alike.items())[:SHOWN]:
+        more = f", and {len(others)} like it" if others else ""
+        yield f"VIOLATION    {first.at - report.began_at:.1f} s  {kind}: {first.what}{more}"
+    if len(alike) > SHOWN:
+        yield f"             and {len(alike) - SHOWN} of other kinds, see the report"
     yield f"again        {report.again()}"
     yield "every promise held" if report.sound else f"{len(report.violations)} promises were broken"
 

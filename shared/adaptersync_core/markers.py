@@ -9,6 +9,7 @@ hint: bytes are believed for what they are, and a version whose names are used u
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import time
@@ -19,7 +20,11 @@ from pathlib import Path
 from adaptersync_core.manifest import Manifest
 
 COUNT = 88  # names of one version: with the pauses of an agent they last a little over a minute
-PAUSE_S = 0.75  # the longest between two looks, unless a longer wait is to be covered
+FIRST_PAUSE_S = 0.05  # between two looks; doubles up to
+PAUSE_S = 0.75  # which is the longest, unless a longer wait is to be covered
+QUICK_LOOKS = 4  # before the pause has grown to its longest
+GLANCE_S = 0.2  # how often to see whether the wait has become needless
+REMEMBERED = 256  # versions of which is known how many names were tried
 KEPT_S = 600.0  # how much older than the newest a marker may be before a publisher removes it
 TRUSTED_S = 300.0  # how old a version may be, by its manifest, for its markers to be looked for: well below KEPT_S
 AT_ONCE = 16  # files written or removed at a time: on an object store each is a request of its own
@@ -31,6 +36,41 @@ def names(manifest: Manifest) -> list[str]:
     if time.time() - manifest.created_at > TRUSTED_S:
         return []
     return _names(manifest)
+
+
+class Lookout:
+    """Looks at the markers on one mount, each name once: `shows` is a look, and what it misses the mount may remember.
+
+    Whoever shares the mount misses the same names, but not later than this one, so it costs him a look or two.
+    """
+
+    def __init__(self, shows: Callable[[str], bool]) -> None:
+        self._shows = shows
+        self._tried: dict[str, int] = {}  # names, by version; the versions looked for last
+
+    async def wait(self, manifest: Manifest, *, until: float, otherwise: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the mount shows a marker of the version: before, its own path must not be touched.
+
+        Returns all the same when no name is left or it is `until`, on the monotonic clock: then a look at the path has
+        nothing to lose. And when the version has come by another way: `otherwise` says so, and costs little.
+        """
+        left = names(manifest)[self._tried.get(manifest.adapter_id, 0) :]
+        pause = FIRST_PAUSE_S
+        longest = max(PAUSE_S, (until - time.monotonic()) / max(1, len(left) - QUICK_LOOKS))
+        for name in left:
+            self._tried[manifest.adapter_id] = self._tried.pop(manifest.adapter_id, 0) + 1
+            if len(self._tried) > REMEMBERED:
+                self._tried.pop(next(iter(self._tried)))
+            if await asyncio.to_thread(self._shows, name):
+                return
+            ends = time.monotonic() + pause
+            if ends > until:
+                return
+            while (rest := ends - time.monotonic()) > 0:
+                if otherwise():
+                    return
+                await asyncio.sleep(min(rest, GLANCE_S))
+            pause = min(pause * 2, longest)
 
 
 def leave(root: Path, manifest: Manifest) -> None:

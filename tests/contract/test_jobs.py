@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -105,6 +106,28 @@ async def test_a_version_that_vanished_is_found(config: Config, version: str) ->
     directory.rename(directory.with_name("elsewhere"))
     assert (verdict := await verify(config, version)) is not None
     assert verdict.reason == f"store has no {version}"
+
+
+async def test_a_mount_that_is_late_is_waited_for_and_not_looked_at(config: Config, version: str) -> None:
+    """A promotion by the fast lane is faster than many a mount; what is late must not be called gone."""
+    store = Path(config.store.path)
+    hidden = store.with_name("late")
+    await asyncio.to_thread(store.rename, hidden)
+    await asyncio.to_thread(store.mkdir)
+    verifying = asyncio.create_task(verify(config, version))
+    await asyncio.sleep(0.5)  # some looks; nothing is to happen, so there is nothing to wait for
+    assert not verifying.done()
+    assert await verdicts(config) == []
+    await asyncio.to_thread(_show, hidden, store)
+    verdict = await verifying
+    assert verdict is not None
+    assert verdict.ok, verdict.reason
+
+
+def _show(hidden: Path, store: Path) -> None:
+    """In the order in which a publisher made it: markers last."""
+    for path in sorted(hidden.iterdir(), key=lambda path: path.name.startswith(".")):
+        path.rename(store / path.name)
 
 
 async def test_a_version_that_was_retired_with_its_files_is_not_judged(config: Config, version: str) -> None:

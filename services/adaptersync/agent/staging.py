@@ -13,17 +13,15 @@ import shutil
 import time
 from pathlib import Path
 
-from adaptersync_core import markers
 from adaptersync_core.errors import AdapterInvalid, ArtifactCorrupt, NameInvalid, StagingFailed, StoreError
 from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.lane import FastLane
 from adaptersync_core.manifest import Manifest, check_against_base, content_digest, inspect
+from adaptersync_core.markers import Lookout
 from adaptersync_core.store import ArtifactStore, make_directory, verify_files, write_verified
 
 FIRST_PAUSE_S = 0.05  # between looks at a mount that does not show a version yet; doubles up to LAST_PAUSE_S
 LAST_PAUSE_S = 1.0
-QUICK_LOOKS = 4  # at markers, before the pause has grown to its longest
-TRIED = 256  # versions of which is known how many markers were looked at
 CERTAIN_S = 3.0  # for which a whole file must go on being wrong before that is no longer an upload on its way
 DISK_S = 5.0  # how long a disk that failed may take to recover
 HALF_S = 3600.0  # after this a copy is not on its way any more
@@ -37,7 +35,7 @@ class Staging:
         self.root = root
         self._store = store
         self._lane = lane
-        self._tried: dict[str, int] = {}  # markers looked at, by version
+        self._lookout = Lookout(store.shows)
 
     def path(self, adapter_id: str) -> Path:
         parse_adapter_id(adapter_id)  # nothing else may become part of a path
@@ -60,7 +58,7 @@ class Staging:
         wrong: tuple[dict[str, str | int | float], float] = ({}, began)
         while True:
             if contents is None and not shown:
-                await self._shown(manifest, until=began + timeout_s)
+                await self._lookout.wait(manifest, until=began + timeout_s, otherwise=place.is_dir)
                 shown = True
             try:
                 staged, verified = await asyncio.to_thread(self._stage, manifest, contents)
@@ -86,27 +84,7 @@ class Staging:
                 pause = min(pause * 2, LAST_PAUSE_S)
                 contents = None  # what the lane gave did not do; the store is the truth
             else:
-                self._tried.pop(manifest.adapter_id, None)
                 return {"staged_s": staged - began, "verified_s": verified - staged}
-
-    async def _shown(self, manifest: Manifest, *, until: float) -> None:
-        """Wait for a marker of the version, each looked at once: until then its own path must not be touched.
-
-        Returns all the same when no name is left or time is up: then a look at the path has nothing to lose.
-        """
-        left = markers.names(manifest)[self._tried.get(manifest.adapter_id, 0) :]
-        pause = FIRST_PAUSE_S
-        longest = max(markers.PAUSE_S, (until - time.monotonic()) / max(1, len(left) - QUICK_LOOKS))
-        for name in left:
-            if self.path(manifest.adapter_id).is_dir():
-                return  # by the agent of another replica on this host
-            self._tried[manifest.adapter_id] = self._tried.pop(manifest.adapter_id, 0) + 1
-            if len(self._tried) > TRIED:
-                self._tried.pop(next(iter(self._tried)))
-            if await asyncio.to_thread(self._store.shows, name) or time.monotonic() + pause > until:
-                return
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, longest)
 
     def _own(self, error: OSError) -> bool:
         """Whether it is of this host's disk: errors of reading name a file of the store."""

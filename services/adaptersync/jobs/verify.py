@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 
 from msgspec import Struct
@@ -17,10 +18,12 @@ from adaptersync_core.config import Config, load_config
 from adaptersync_core.errors import AdapterInvalid, ArtifactCorrupt, ControlError
 from adaptersync_core.keys import Keys
 from adaptersync_core.manifest import Manifest, content_digest, inspect
+from adaptersync_core.markers import Lookout
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.store import ArtifactStore, verify_files
 
+VISIBLE_S = 60.0  # how long a version may be invisible on this host's mount
 GONE = ("superseded", "rolled_back", "voided", "retired")  # states in which a version's files may have been removed
 
 log = logging.getLogger(__name__)
@@ -48,6 +51,7 @@ async def verify(config: Config, adapter_id: str) -> Verdict | None:
         manifest = await registry.manifest(adapter_id)
         if manifest is None:
             raise ControlError("version was never announced, or is long gone", version=adapter_id)
+        await Lookout(store.shows).wait(manifest, until=time.monotonic() + VISIBLE_S)
         if not store.directory(adapter_id).is_dir():
             record = await registry.version(adapter_id)
             if record is not None and record.state in GONE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +22,12 @@ from adaptersync_core.events import (
     VersionSuperseded,
     VersionVoided,
 )
+from adaptersync_tools.chaos.__main__ import chaos
 from adaptersync_tools.chaos.history import History, Rollout, Violation
 from adaptersync_tools.chaos.names import Names
 from adaptersync_tools.chaos.plan import DECK, KINDS, LEASES_S, STEPS, Kind, faults
 from adaptersync_tools.chaos.report import Report, Struck, document, kinds, lines, show
+from adaptersync_tools.cli.common import run_command
 from adaptersync_tools.output import console
 
 LATE_S = 5.0
@@ -314,6 +317,12 @@ def test_the_table_counts_recoveries_and_violations_by_kind() -> None:
     assert (kill.count, kill.missed, kill.p50_s, kill.max_s, kill.violations) == (3, 0, 3.0, 4.0, 2)
     assert (flush.count, flush.missed, flush.violations) == (1, 1, 1)
     assert found["stall"].p50_s is None
+
+
+def test_what_another_fleet_left_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fleet").mkdir()
+    assert run_command(chaos, ["--keep", str(tmp_path)], "chaos") == 2
+    assert "must be empty" in capsys.readouterr().err
 
 
 def test_the_document_says_whether_it_is_sound(capsys: pytest.CaptureFixture[str]) -> None:

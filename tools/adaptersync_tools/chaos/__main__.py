@@ -31,7 +31,9 @@ from adaptersync_tools.output import Narrator, console, print_json
     help="Where to write the same JSON, beside the summary.",
 )
 @click.option(
-    "--keep", type=click.Path(file_okay=False, path_type=Path), help="Directory for the fleet's data and logs; kept."
+    "--keep",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Empty directory for the fleet's data and logs; kept.",
 )
 def chaos(
     seconds: float,
@@ -48,6 +50,8 @@ def chaos(
     protocol; Redis is emptied and set back. After most faults the fleet is left alone until it has recovered, within a
     bound. Ends by itself some minutes after --seconds at the latest; exit status 1 when a promise was broken.
     """
+    if keep is not None and keep.exists() and any(keep.iterdir()):
+        raise click.BadParameter("must be empty: another fleet's events would be judged, too", param_hint="--keep")
     interrupt_on_sigterm()
     chosen = secrets.randbelow(1 << 31) if seed is None else seed
     screen = console(stderr=True)

@@ -13,7 +13,8 @@ import shutil
 import struct
 import time
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TypeVar
@@ -170,10 +171,10 @@ class Bench:
                 await engine.observe(timeout_s=CALL_S)
                 prover = Prover(client, engine, stage, timeout_s=CALL_S)
 
-                async def timed(what: str, work: Awaitable[T], replica: str = replica) -> T:
+                async def timed(what: str, work: Callable[[], Awaitable[T]], replica: str = replica) -> T:
                     await load.run_for(SETTLE_S)
                     began = time.monotonic()
-                    result = await work
+                    result = await work()
                     found.append(Experiment(what=what, replica=replica, span=(began, time.monotonic())))
                     return result
 
@@ -182,12 +183,12 @@ class Bench:
                     self._stack.check()
                     manifest = stage_adapter(self._adapters[number % ADAPTERS], stage, seq=number + 1)
                     name, path = manifest.adapter_id, stage / manifest.adapter_id
-                    await timed("load", engine.load(name, path, timeout_s=CALL_S))
+                    await timed("load", partial(engine.load, name, path, timeout_s=CALL_S))
                     what = "proof" if number else "first proof, with commissioning"
-                    proof = await timed(what, prover.prove(name, manifest, path))
+                    proof = await timed(what, partial(prover.prove, name, manifest, path))
                     for leg in ("commissioned", "content", "behaviour"):
                         self._proofs[f"{leg}: {getattr(proof, leg).verdict}"] += 1
-                    await timed("unload", engine.unload(name))
+                    await timed("unload", partial(engine.unload, name))
         return found
 
     async def _windows(self, load: Load) -> list[Window]:

@@ -6,10 +6,9 @@ is left out with a warning: one bad record must not stop the whole group.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal, TypeVar
 
 import msgspec
@@ -206,7 +205,7 @@ def from_hash(name: str, fields: dict[str, str], kind: type[RecordT]) -> RecordT
     return from_json(name, msgspec.json.encode(raw), kind)
 
 
-@functools.cache
+@cache
 def _structured(kind: type[Struct]) -> frozenset[str]:
     """Fields kept as JSON. Asked for every record of every look at a fleet, and slow to find out: it compiles types."""
     return frozenset(field.name for field in msgspec.structs.fields(kind) if field.type is not str)

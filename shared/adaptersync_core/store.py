@@ -130,11 +130,13 @@ class ArtifactStore:
         return manifest
 
     def copy_out(self, manifest: Manifest, target: Path) -> None:
-        """Copy a version's files into the existing directory `target`, checking every byte on the way."""
+        """Copy a version's files into the existing directory `target`, checking every byte on the way.
+
+        The copy is not flushed: it is read again before it is used, and the store has it if the host loses it.
+        """
         for file in manifest.files:
             source = self.directory(manifest.adapter_id) / file.name
-            copy_verified(self._reader, source, target / file.name, file, manifest.adapter_id)
-        sync_directory(target)
+            copy_verified(self._reader, source, target / file.name, file, manifest.adapter_id, durably=False)
 
     def versions(self) -> Iterator[str]:
         """Adapter ids of all versions in the store, by run and sequence number."""
@@ -172,8 +174,10 @@ def verify_files(manifest: Manifest, directory: Path) -> None:
         _check(file, found.size, found.sha256, manifest.adapter_id)
 
 
-def copy_verified(reader: Reader, source: Path, target: Path, expected: FileEntry, adapter_id: str) -> None:
-    """Copy one file and flush it; what was written is what the entry says, or ArtifactCorrupt.
+def copy_verified(
+    reader: Reader, source: Path, target: Path, expected: FileEntry, adapter_id: str, *, durably: bool = True
+) -> None:
+    """Copy one file, and flush it if it shall last; what was written is what the entry says, or ArtifactCorrupt.
 
     An OSError that names `source` is of reading; one that names something else or nothing is of writing.
     """
@@ -186,9 +190,7 @@ def copy_verified(reader: Reader, source: Path, target: Path, expected: FileEntr
                 break
             digest.update(chunk)
             outgoing.write(chunk)
-        outgoing.flush()
-        os.fchmod(outgoing.fileno(), FILE_MODE)
-        os.fsync(outgoing.fileno())
+        _finish(outgoing, durably=durably)
     _check(expected, size, digest.hexdigest(), adapter_id)
 
 
@@ -214,19 +216,30 @@ def _check(expected: FileEntry, size: int, sha256: str, adapter_id: str) -> None
 
 
 def write_verified(manifest: Manifest, contents: dict[str, bytes], target: Path) -> None:
-    """Write a version's files from memory into the existing directory `target`, if they are the manifest's bytes."""
+    """Write a version's files from memory into the existing directory `target`, if they are the manifest's bytes.
+
+    Like `copy_out`, it flushes nothing.
+    """
     for file in manifest.files:
         content = contents[file.name]
         _check(file, len(content), hashlib.sha256(content).hexdigest(), manifest.adapter_id)
-        write_durably(target / file.name, content)
-    sync_directory(target)
+        _write(target / file.name, content, durably=False)
 
 
 def write_durably(path: Path, content: bytes) -> None:
+    _write(path, content, durably=True)
+
+
+def _write(path: Path, content: bytes, *, durably: bool) -> None:
     with path.open("wb") as file:
         file.write(content)
-        file.flush()
-        os.fchmod(file.fileno(), FILE_MODE)
+        _finish(file, durably=durably)
+
+
+def _finish(file: BinaryIO, *, durably: bool) -> None:
+    file.flush()
+    os.fchmod(file.fileno(), FILE_MODE)
+    if durably:
         os.fsync(file.fileno())
 
 

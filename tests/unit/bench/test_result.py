@@ -7,7 +7,7 @@ import pytest
 
 from adaptersync_tools.bench.result import SECONDS, Figure, Machine, Result, Target, show
 
-MACHINE = Machine(system="Linux", cores=2, gpus=0)
+MACHINE = Machine(system="Linux", cores=2, gpus=0, load=1.5)
 
 
 def result(*targets: Target) -> Result:
@@ -59,4 +59,4 @@ def test_json_says_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     document = orjson.loads(capsys.readouterr().out)
     assert document["figures"][1]["samples_s"] == [0.1, 0.3, 0.2, 0.4]
     assert document["targets"][0]["kept"] is False
-    assert document["machine"] == {"system": "Linux", "cores": 2, "gpus": 0}
+    assert document["machine"] == {"system": "Linux", "cores": 2, "gpus": 0, "load": 1.5}

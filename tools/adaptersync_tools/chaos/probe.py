@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 import aiohttp
 import orjson
@@ -23,7 +24,8 @@ PAUSES = ("/pause", "/resume", "/sleep", "/wake_up")
 class Probe:
     """`checked` counts questions that had to be answered with 200, and were.
 
-    `newest` is the highest generation that was heard of: a table below it is one that Redis was set back to.
+    `token_file` tells where the agent of a replica keeps what lets it pass its engine's door. `newest` is the highest
+    generation that was heard of: a table below it is one that Redis was set back to.
     """
 
     def __init__(
@@ -31,10 +33,12 @@ class Probe:
         registry: Registry,
         found: Callable[[Violation], None],
         *,
+        token_file: Callable[[str], Path],
         newest: Callable[[], int],
         voided: Collection[str],
     ) -> None:
         self._registry = registry
+        self._token_file = token_file
         self._newest = newest
         self._voided = voided
         self._found = found
@@ -90,10 +94,12 @@ class Probe:
         if after is None or not after.routable(version) or after.members.get(name) != member:
             return
         try:
-            async with VllmClient(member.url) as client:
+            # the engine says its life to whom its door lets in
+            token = await asyncio.to_thread(self._token_file(name).read_text)
+            async with VllmClient(member.url, token=token) as client:
                 life = await client.identity()
                 epoch = life.life if life else await client.epoch()
-        except EngineError:
+        except (EngineError, OSError):
             return
         if epoch == member.engine_epoch:
             text = raw[:200].decode(errors="replace")

@@ -42,8 +42,7 @@ def answer(engine: Engine, call: Call, *, extension: str) -> object:
         case "adaptersync_audit", [int(number), str(directory)]:
             return _audit(engine, number, directory)
         case "adaptersync_audit", [int(number), str(directory), int(part), int()]:
-            told = _audit(engine, number, directory)  # all of it is said of the first part
-            return told | {"compared": 0, "differ": [], "differing": 0} if part and told.get("resident") else told
+            return _audit(engine, number, directory) if part == 0 else _rest(engine, number)
         case (("adaptersync_held" | "adaptersync_drop" | "adaptersync_audit"), _):
             return {"error": "TypeError: wrong arguments"}
     raise lacks
@@ -78,6 +77,11 @@ def _audit(engine: Engine, number: int, directory: str) -> dict[str, Any]:
         "unused": wanted.unused[:NAMED],
         "unused_modules": len(wanted.unused),
     }
+
+
+def _rest(engine: Engine, number: int) -> dict[str, Any]:
+    """Any part but the first, of which everything is said: what is left to compare is nothing."""
+    return {"resident": engine.adapter(number) is not None, "compared": 0}
 
 
 def _place(name: str) -> tuple[int, int, str]:

@@ -191,7 +191,7 @@ def engine(
     On a small machine trainer, agents and router share the engines' cores, which no real fleet does, and other
     programs spoil the figures: a note says so.
 
-    
+    \b
     Examples:
       adaptersync bench engine                        # about five minutes; the first time, one more for the model
       adaptersync bench engine --step 30 --rounds 2 --json | jq .promotions

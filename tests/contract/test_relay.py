@@ -187,6 +187,22 @@ async def test_a_trainer_that_starts_again_begins_an_epoch_and_may_reuse_its_nam
     assert (await bench.registry.table()).runs["run"].epoch == 2
 
 
+async def test_a_trainer_that_could_not_begin_may_start_once_more(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.load(1)
+
+    def away(config: Config) -> None:
+        raise ControlUnavailable("Redis is away")
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr("adaptersync.trainer.relay.AdapterPublisher", away)
+        assert (await bench.get("/server_info"))[0] == ControlUnavailable.http_status
+    assert (await bench.get("/server_info"))[0] == 200
+    status, text = await bench.load(1, bench.adapter(2))
+    assert (status, "is run-v2-" in text) == (200, True)
+
+
 async def test_a_trainer_that_starts_again_does_not_wait_for_the_load_of_the_one_before(
     redis_url: str, tmp_path: Path
 ) -> None:

@@ -139,6 +139,7 @@ class Relay:
         )
         await self._begin()
         yield
+        await self.end()  # once more: who asked meanwhile has begun
         await self._session.close()
         await self._client.close()
 
@@ -156,9 +157,12 @@ class Relay:
         log.info("run %s, trainer epoch %d", self._publisher.run, self._publisher.epoch)
 
     async def server_info(self, request: web.Request) -> web.Response:
-        """TRL's constructor asks this once; it reads four fields. Asked after a load began, another TRL has started."""
+        """TRL's constructor asks this once; it reads four fields. Asked after a load began, another TRL has started.
+
+        So it has when the one before could not begin.
+        """
         async with self._beginning:
-            if self._aliases or self._loading.locked():
+            if self._publisher is None or self._aliases or self._loading.locked():
                 await self._begin()
         reports = [seen.report for seen in (await self._registry.fleet()).replicas.values()]
         if not reports:

@@ -54,7 +54,8 @@ class Staging:
         pause = FIRST_PAUSE_S
         place = self.path(manifest.adapter_id)
         contents = await self._lane.take(manifest) if self._lane and not place.is_dir() else None
-        shown = False
+        shown = place.is_dir()
+        disk_failed_at = 0.0
         wrong: tuple[dict[str, str | int | float], float] = ({}, began)
         while True:
             if contents is None and not shown:
@@ -65,12 +66,14 @@ class Staging:
             except (OSError, ArtifactCorrupt) as error:
                 now = time.monotonic()
                 own = isinstance(error, OSError) and self._own(error)
+                disk_failed_at = (disk_failed_at or now) if own else 0.0
+                until = min(began + timeout_s, disk_failed_at + DISK_S) if own else began + timeout_s
                 certain = False
                 if isinstance(error, ArtifactCorrupt) and contents is None:
                     if error.ids != wrong[0]:
                         wrong = error.ids, now
                     certain = not error.short and now - wrong[1] >= CERTAIN_S
-                if certain or now - began + pause > (min(timeout_s, DISK_S) if own else timeout_s):
+                if certain or now + pause > until:
                     if isinstance(error, ArtifactCorrupt):
                         raise
                     raise (StagingFailed if own else StoreError)(

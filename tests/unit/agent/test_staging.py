@@ -345,6 +345,35 @@ async def test_a_disk_that_is_full_is_a_reason(tmp_path: Path, root: Path, monke
     assert "agent.stage_path" in refusal.value.next_step
 
 
+async def test_a_disk_that_recovers_is_not_given_up_because_the_mount_was_late(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging_module, "DISK_S", 0.2)
+    manifest = stored(ArtifactStore(root), tmp_path)
+    staging = staging_of(tmp_path, root, LaggingView(root, visibility_delay_s=0.5))
+    write = ArtifactStore.copy_out
+    failed: list[Path] = []
+
+    def fails_once(store: ArtifactStore, manifest: Manifest, target: Path) -> None:
+        write(store, manifest, target)
+        if not failed:
+            failed.append(target)
+            raise OSError(5, os.strerror(5), str(target))
+
+    monkeypatch.setattr(ArtifactStore, "copy_out", fails_once)
+    await whole(staging, manifest)
+    assert failed
+
+
+async def test_what_is_staged_needs_no_look_at_the_store(tmp_path: Path, root: Path) -> None:
+    """Nor does a mount that hangs keep an engine out that was started again."""
+    manifest = stored(ArtifactStore(root), tmp_path, marked=True)
+    await whole(staging_of(tmp_path, root), manifest)
+    view = LaggingView(root)
+    await whole(staging_of(tmp_path, root, view), manifest)
+    assert not view.looks
+
+
 class Unreadable(BytesIO):
     def read(self, size: int | None = -1) -> bytes:
         raise OSError(5, os.strerror(5))

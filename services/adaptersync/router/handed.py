@@ -1,8 +1,9 @@
 """Rows that Redis has taken, kept on this host as long as there is room: a server that is set back has lost the last.
 
 A ring beside the spool; a record is the id of the stream's entry, a space, and the row. The newest entries of the last
-two batches are looked up with every batch: when the stream lacks one it was emptied or set back, and then all that is
-kept is looked up. Two batches, because the stream may be emptied within one. Knows nothing of Redis.
+two batches, at first the newest that is kept, are looked up with every batch: when the stream lacks one it was emptied
+or set back, and then all that is kept is looked up. Two batches, because the stream may be emptied within one. Knows
+nothing of Redis.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Handed:
         self._left = list(left)
         self._kept = deque(_taken(own)) if own else deque[Taken]()
         self._others = [each for spool in left for each in _taken(spool)]
-        self._marks: deque[Taken] = deque(maxlen=2)
+        newest = max(self._all(), key=lambda each: _place(each.entry), default=None)
+        self._marks: deque[Taken] = deque(() if newest is None else (newest,), maxlen=2)
         self._unsure = deque(self._all())  # nobody looked while no router ran here
 
     @classmethod
@@ -51,8 +53,8 @@ class Handed:
         own, found = await asyncio.to_thread(own_and_left, directory, name, capacity)
         left = []
         for spool in found:
-            newest = max((_taken_at(each.entry) for each in _taken(spool)), default=0.0)
-            if time.time() - newest > LEFT_S:
+            newest_ms, _ = max((_place(each.entry) for each in _taken(spool)), default=(0, 0))
+            if time.time() - newest_ms / 1000 > LEFT_S:
                 for record in spool:
                     record.done = True
                 await asyncio.to_thread(spool.close)
@@ -130,6 +132,7 @@ def _taken(spool: Spool) -> Iterator[Taken]:
         yield Taken(spool, record, spool.payload(record).partition(b" ")[0].decode())
 
 
-def _taken_at(entry: str) -> float:
-    """When the server took it, on its wall clock."""
-    return int(entry.partition("-")[0]) / 1000
+def _place(entry: str) -> tuple[int, int]:
+    """Where it stands in the stream: when the server took it, in milliseconds, and which of that millisecond it is."""
+    milliseconds, _, number = entry.partition("-")
+    return int(milliseconds), int(number)

@@ -107,6 +107,18 @@ def test_the_oldest_give_way_and_what_is_lost_does_not(ring: Spool) -> None:
     ]
 
 
+def test_the_next_process_sees_a_loss_before_it_has_written_anything(ring: Spool) -> None:
+    handed = Handed(ring)
+    handed.take(batch(*range(1, 11)))
+    handed.close()
+    own = Spool.take(ring.path)
+    assert own is not None
+    handed = Handed(own)
+    assert looked_up(handed, lost=set()) == []
+    assert numbers(handed.questions()) == [10]
+    assert numbers(looked_up(handed, lost={9, 10})) == [9, 10]
+
+
 async def test_what_was_left_long_ago_is_removed(tmp_path: Path) -> None:
     for name, at_ms in (("old", 1_000_000_000_000), ("young", int(time.time() * 1000))):
         spool = Spool.create(tmp_path / f"{name}.spool", CAPACITY * 2)
@@ -115,7 +127,7 @@ async def test_what_was_left_long_ago_is_removed(tmp_path: Path) -> None:
         os.close(spool._file)
     handed = await Handed.at(tmp_path, name="new", capacity=CAPACITY)
     assert sorted(os.listdir(tmp_path)) == ["new.spool", "young.spool"]
-    assert len(handed.questions()) == 1
+    assert numbers(handed.questions()) == [0, 0]  # the newest, and all there is
     handed.close()
 
 

@@ -125,6 +125,8 @@ def _silent(draft: Draft, config: Config, name: str, member: Member, age_s: floa
             draft.member(name, "ejected", f"silent: {said}", replace(member, silent=True))
     elif member.state != "ejected" or age_s is None:
         draft.gone(name, said)
+    elif not member.silent:  # ejected for something else, when it still answered
+        draft.members[name] = replace(member, reason=f"{member.reason}; silent since: {said}", silent=True)
 
 
 def can_spare(draft: Draft, config: Config, count: int) -> bool:

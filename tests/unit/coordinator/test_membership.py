@@ -158,6 +158,17 @@ def test_never_ejected_below_the_floor(min_ready: int) -> None:
     assert list(members(world).values()).count("ready") == min_ready
 
 
+def test_an_ejected_replica_that_falls_silent_is_said_to_be_and_once_only() -> None:
+    """Routers wait for what it was sent before it was ejected, as long as it answers."""
+    world = after(ready(replicas=3), "publish run1", "coordinate", "refuse r2", "settle")
+    assert not world.table.members["r2"].silent
+    world = after(world, "silence r2", "later 6", "coordinate")
+    member, generation = world.table.members["r2"], world.table.generation
+    assert (member.state, member.silent) == ("ejected", True)
+    assert member.reason.startswith(f"refused {V[1]}: no; silent since: no heartbeat for 6")
+    assert after(world, "later 6", "coordinate").table.generation == generation
+
+
 def test_an_ejected_replica_stays_out_for_a_while_and_then_joins_again() -> None:
     world = after(ready(replicas=3), "publish run1", "coordinate", "refuse r2", "settle", "later 9", "settle")
     assert members(world)["r2"] == "ejected"

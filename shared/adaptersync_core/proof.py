@@ -73,9 +73,12 @@ def rms(values: Sequence[float]) -> float:
     return sqrt(sum(value * value for value in values) / len(values)) if values else 0.0
 
 
-def unchanged(behaviour: Leg) -> bool:
-    """Whether a version that should change something answered as the base does, to the last bit."""
-    return behaviour.reason == SAME
+def doubtful(behaviour: Leg) -> bool:
+    """Whether answers may tell of an engine that applies no adapter: the base's to the last bit, or not the trainer's.
+
+    Only a canary can say whose fault it is.
+    """
+    return behaviour.verdict == "refuted" or behaviour.reason == SAME
 
 
 def commission(base: Sequence[float], canary: Sequence[float]) -> Leg:

@@ -20,7 +20,7 @@ from adaptersync.agent.canary import write_canary
 from adaptersync.agent.engine import Engine
 from adaptersync_core.errors import EngineRefused, StagingFailed
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.proof import Leg, Probe, Proof, behave, commission, conclude, unchanged
+from adaptersync_core.proof import Leg, Probe, Proof, behave, commission, conclude, doubtful
 from adaptersync_core.vllm import VllmClient
 
 TOKENS = tuple(range(3, 67))  # what is scored when the trainer gave no probe: any tokens do, if they are the same
@@ -50,8 +50,8 @@ class Commissioned(NamedTuple):
 class Prover:
     """Experiments on one engine. It is commissioned once in each life before anything is acknowledged, and again
 
-    - when it answers for a version as for the base, to the last bit: either the version is too small to show, or the
-      engine has stopped applying adapters, and the canary tells which;
+    - when it answers for a version as for the base, to the last bit, or otherwise than the trainer: either that is the
+      version's doing, or the engine has stopped applying adapters, and the canary tells which;
     - with the first version after `RECHECK_S`: an engine whose answers are never twice the same would not be caught so.
 
     An engine that failed the canary gets another chance with the next version: what failed may have passed.
@@ -72,7 +72,7 @@ class Prover:
         content = await self._content(name, manifest, path)
         asked = time.monotonic()
         behaviour = await self._behaviour(name, manifest)
-        if unchanged(behaviour) and commissioned.verdict != "refuted":
+        if doubtful(behaviour) and commissioned.verdict != "refuted":
             commissioned = await self._commission(since=asked)
         return conclude(commissioned=commissioned, content=content, behaviour=behaviour)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaptersync_core.errors import Fenced, Forgotten
+from adaptersync_core.errors import Conflict, Fenced, Forgotten
 from adaptersync_core.records import RunRecord, VersionRecord
 from adaptersync_core.registry import Registry
 from adaptersync_core.table import Table
@@ -48,6 +48,16 @@ async def test_restoring_puts_back_that_a_run_ended_unless_it_began_again(regist
         "closed": (1, 6.0, ""),
         "again": (5, 0.0, ""),
     }
+
+
+async def test_a_trainer_of_before_redis_was_lost_is_heard_of_after_it(registry: Registry) -> None:
+    """It goes on in its epoch, so it must not count as dead."""
+    lease = await registry.lead("c1", "c1", lease_s=30)
+    runs = {"run": RunRecord(epoch=1, seq=0, max_staleness=1)}
+    await registry.restore(lease, Table(incarnation="anew", generation=8), runs, {})
+    assert await registry.beat("run", epoch=1, trainer="a")
+    with pytest.raises(Conflict, match="use --force"):
+        await registry.close_run("run", reason="", alive_s=30)
 
 
 async def test_a_trainer_learns_that_redis_stands_at_an_older_state(registry: Registry) -> None:

@@ -21,7 +21,6 @@ from adaptersync_core.records import (
     Need,
     Request,
     RouterReport,
-    RunRecord,
     VersionRecord,
 )
 from adaptersync_core.registry import OPEN_REQUESTS, Registry
@@ -120,16 +119,6 @@ async def test_a_trainer_that_says_that_it_lives_is_not_ended_by_mistake(registr
         await registry.close_run("run", reason="", alive_s=0.04)
     await begin(registry, "b")
     assert not await registry.beat("run", epoch=1, trainer="a")
-
-
-async def test_a_trainer_of_before_redis_was_lost_is_heard_of_after_it(registry: Registry) -> None:
-    """It goes on in its epoch, so it must not count as dead."""
-    lease = await registry.lead("c1", "c1", lease_s=30)
-    runs = {"run": RunRecord(epoch=1, seq=0, max_staleness=1)}
-    await registry.restore(lease, Table(incarnation="anew", generation=8), runs, {})
-    assert await registry.beat("run", epoch=1, trainer="a")
-    with pytest.raises(Conflict, match="use --force"):
-        await registry.close_run("run", reason="", alive_s=30)
 
 
 async def test_an_unknown_run_cannot_be_ended(registry: Registry) -> None:

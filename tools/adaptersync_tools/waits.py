@@ -27,7 +27,7 @@ def waits(fleet: Fleet, config: Config) -> list[WaitView]:
 
 def _published(fleet: Fleet, config: Config) -> Iterator[WaitView]:
     for run in sorted(fleet.table.runs):
-        newer = [one for one in fleet.published.get(run, ()) if one.seq > fleet.table.runs[run].considered]
+        newer = promotion.unconsidered(fleet, run)
         if newer and (why := promotion.held_back(fleet, config, run)):
             yield WaitView(version=newer[-1].adapter_id, state="published", waits_for=why)
 

@@ -44,7 +44,7 @@ def take_up(fleet: Fleet, config: Config) -> Draft | None:
     ready = table.ready()
     slots = _slots(fleet)
     for run, entry in table.runs.items():
-        newer = _newer(fleet, run)
+        newer = unconsidered(fleet, run)
         if not newer or held_back(fleet, config, run):
             continue
         if len(newer) > PUBLICATIONS_AT_ONCE:
@@ -67,7 +67,7 @@ def take_up(fleet: Fleet, config: Config) -> Draft | None:
         for manifest in newer:
             if newest is None or manifest.adapter_id in fleet.fates:  # Redis lost that it was decided before
                 fate = fleet.fates[manifest.adapter_id]
-                draft.record(manifest.adapter_id, fate.state, fate.reason)
+                draft.record(manifest.adapter_id, fate.state, fate.reason, fate.want)
             elif manifest.epoch != entry.epoch:
                 reason = f"published by trainer epoch {manifest.epoch}, which {entry.epoch} replaced"
                 _supersede(draft, manifest.adapter_id, reason)
@@ -96,7 +96,7 @@ def take_up(fleet: Fleet, config: Config) -> Draft | None:
 
 def held_back(fleet: Fleet, config: Config, run: str) -> str:
     """Why what a run published is not taken up now; nothing, when it is."""
-    table, newer = fleet.table, _newer(fleet, run)
+    table, newer = fleet.table, unconsidered(fleet, run)
     if few := too_few(fleet, config):
         return few  # an empty fleet promotes nothing
     candidate = table.candidate(run)
@@ -116,7 +116,7 @@ def too_few(fleet: Fleet, config: Config) -> str:
     return "" if ready >= needed else f"{needed} replicas to be ready, {ready} are"
 
 
-def _newer(fleet: Fleet, run: str) -> list[Manifest]:
+def unconsidered(fleet: Fleet, run: str) -> list[Manifest]:
     """What a run published that was not yet considered, oldest first."""
     considered = fleet.table.runs[run].considered
     return [manifest for manifest in fleet.published.get(run, ()) if manifest.seq > considered]

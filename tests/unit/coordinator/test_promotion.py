@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from adaptersync.coordinator.protocol import decide
 from adaptersync_core.events import ReplicaState, VersionPromoted, VersionStaging
+from adaptersync_core.records import VersionRecord
 from adaptersync_core.registry import PUBLICATIONS_AT_ONCE
 from support.stories import V, after, fate, ready, states
 from support.world import apply, fleet, name_of, new_world
@@ -21,6 +23,16 @@ def test_a_version_becomes_current_when_all_have_accepted_it() -> None:
     world = after(world, "work r3", "coordinate")
     assert states(world) == {V[1]: "current"}
     assert world.table.runs["run1"].current == V[1]
+
+
+def test_what_was_decided_before_redis_lost_it_keeps_what_is_known_of_it() -> None:
+    """Also that nobody found it bad: an unmodified trainer ends at one that is."""
+    seen = fleet(after(ready(), "publish run1"))
+    known = VersionRecord(state="rolled_back", reason="capacity", want="room", generation=3, at=1.0)
+    decision = decide(replace(seen, fates={V[1]: known}), new_world().config)
+    assert decision is not None
+    record = decision.records[V[1]]
+    assert (record.state, record.reason, record.want) == ("rolled_back", "capacity", "room")
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3])

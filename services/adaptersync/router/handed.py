@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from adaptersync.router.spool import Record, Spool, own_and_left
+from adaptersync.router.spool import PAYLOAD_BYTES, Record, Spool, own_and_left
 
 BATCH = 256  # entries looked up in one round trip, beside the marks
 LEFT_S = 86_400.0  # what a router left behind longer ago is of no use to anybody
@@ -103,9 +103,9 @@ class Handed:
             spool.close()
 
     def _append(self, entry: str, row: bytes) -> Taken | None:
-        if self._own is None:
-            return None
         payload = entry.encode() + b" " + row
+        if self._own is None or len(payload) > PAYLOAD_BYTES:  # no room could be made for it
+            return None
         while (record := self._own.append(payload)) is None:
             if not self._kept:
                 return None  # what is there waits to be written again

@@ -34,6 +34,7 @@ _HEADER = struct.Struct("=8sQQ")
 _TAIL = slice(16, 24)  # copied as one aligned word
 _RING = 4096  # where the ring begins in the file
 _RECORD = struct.Struct("=QII")
+PAYLOAD_BYTES = RECORD_BYTES - _RECORD.size
 _HALF_MADE = ".making"
 _SKIP = 0xFFFFFFFF  # the length of what only fills the end of a lap
 _ALIGN = 8

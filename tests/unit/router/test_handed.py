@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adaptersync.router.handed import Handed, Taken
-from adaptersync.router.spool import Spool
+from adaptersync.router.spool import PAYLOAD_BYTES, Spool
 
 CAPACITY = 16_384
 
@@ -117,6 +117,13 @@ def test_the_next_process_sees_a_loss_before_it_has_written_anything(ring: Spool
     assert looked_up(handed, lost=set()) == []
     assert numbers(handed.questions()) == [10]
     assert numbers(looked_up(handed, lost={9, 10})) == [9, 10]
+
+
+def test_a_row_that_is_too_long_is_not_kept_and_nothing_gives_way_to_it(ring: Spool) -> None:
+    handed = Handed(ring)
+    handed.take(batch(1, 2))
+    handed.take([(entry(3), b'{"row": "' + b"x" * PAYLOAD_BYTES + b'"}')])
+    assert numbers(looked_up(handed, lost={1, 2, 3})) == [1, 2]
 
 
 async def test_what_was_left_long_ago_is_removed(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.lane import FastLane
 from adaptersync_core.manifest import Manifest, check_against_base, content_digest, inspect
 from adaptersync_core.markers import Lookout
-from adaptersync_core.store import ArtifactStore, make_directory, verify_files, write_verified
+from adaptersync_core.store import DIRECTORY_MODE, ArtifactStore, make_directory, verify_files, write_verified
 
 FIRST_PAUSE_S = 0.05  # between looks at a mount that does not show a version yet; doubles up to LAST_PAUSE_S
 LAST_PAUSE_S = 1.0
@@ -115,9 +115,10 @@ class Staging:
         place = self.path(manifest.adapter_id)
         half = self.root / f".half-{manifest.adapter_id}-{secrets.token_hex(4)}"
         bad = half.with_name(f"{half.name}-bad")
-        for directory in (self.root, half):
-            make_directory(directory)  # the engine may run as another user
+        make_directory(self.root)
         try:
+            half.mkdir()
+            half.chmod(DIRECTORY_MODE)  # the engine may run as another user
             if contents is None:
                 self._store.copy_out(manifest, half)
             else:

@@ -116,7 +116,7 @@ async def test_markers_cost_a_mount_that_remembers_what_was_absent_no_more_than_
 
 
 async def test_without_markers_such_a_mount_stays_blind(tmp_path: Path, root: Path) -> None:
-    view = LaggingView(root, visibility_delay_s=0.2, negative_ttl_s=3600)
+    view = LaggingView(root, visibility_delay_s=0.7, negative_ttl_s=3600)
     manifest = stored(ArtifactStore(root), tmp_path)
     with pytest.raises(StoreError, match="No such file"):
         await staging_of(tmp_path, root, view).bring(manifest, timeout_s=1.0)
@@ -334,10 +334,10 @@ async def test_two_at_once_stage_one(tmp_path: Path, root: Path) -> None:
 async def test_a_disk_that_is_full_is_a_reason(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = stored(ArtifactStore(root), tmp_path)
 
-    def full(descriptor: int) -> None:
+    def full(descriptor: int, mode: int) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fchmod", full)
     monkeypatch.setattr(staging_module, "DISK_S", 0.1)
     with pytest.raises(StagingFailed, match="No space left on device") as refusal:
         await staging_of(tmp_path, root).bring(manifest, timeout_s=60)
@@ -363,6 +363,17 @@ async def test_a_disk_that_recovers_is_not_given_up_because_the_mount_was_late(
     monkeypatch.setattr(ArtifactStore, "copy_out", fails_once)
     await whole(staging, manifest)
     assert failed
+
+
+async def test_no_disk_is_waited_for(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read again before it is used, and the store has it."""
+    manifest = stored(ArtifactStore(root), tmp_path)
+    staging = staging_of(tmp_path, root)
+    staging.root.mkdir()
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    await whole(staging, manifest)
+    assert not flushed
 
 
 async def test_what_is_staged_needs_no_look_at_the_store(tmp_path: Path, root: Path) -> None:

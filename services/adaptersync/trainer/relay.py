@@ -4,7 +4,7 @@ TRL pauses, loads, resumes, and asks for `trl-policy-v7`. Here a load becomes a 
 becomes nothing (a new name needs none), and TRL's names become aliases of versions of the present epoch. TRL ends the
 training at any refused load and retries an unknown name for minutes, so where the fleet had no time or no room for a
 version, its alias points to the last one promoted, and every request through it is marked as substituted. Only what
-the fleet found bad is refused.
+the fleet found bad is refused, and what could not be stored.
 """
 
 from __future__ import annotations

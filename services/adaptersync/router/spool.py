@@ -221,7 +221,7 @@ def _explained(path: Path) -> Iterator[None]:
     except OSError as error:
         raise StoreError(
             f"spool cannot be made: {error.strerror}",
-            next_step="check router.spool_path, and router.spool_bytes against the space there",
+            next_step="check router.spool_path, and router.spool_bytes and kept_bytes against the space there",
             path=str(path),
         ) from error
 

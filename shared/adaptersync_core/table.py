@@ -43,7 +43,8 @@ class LiveVersion(Struct, frozen=True, kw_only=True):
 class Member(Struct, frozen=True, kw_only=True):
     """One replica as the coordinator sees it; `reason` says why it is in that state.
 
-    `silent` is set on an ejected one of which nothing was heard: what is in flight there may never be answered.
+    `silent` is set on one of which nothing was heard, ejected or kept for the floor: what is in flight there may never
+    be answered.
     """
 
     state: MemberState
@@ -114,3 +115,7 @@ class Table(Struct, frozen=True, kw_only=True):
     def ready(self) -> list[str]:
         """Replicas that may be sent requests."""
         return sorted(name for name, member in self.members.items() if member.state == "ready")
+
+    def silent(self) -> frozenset[str]:
+        """Of those, who is to be asked only when nobody else is left."""
+        return frozenset(name for name, member in self.members.items() if member.state == "ready" and member.silent)

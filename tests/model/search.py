@@ -114,6 +114,8 @@ def _newest_is_current(state: State) -> None:
     for name in state.redis.table.ready():
         if set(state.engines[name].loaded) != set(state.redis.table.wanted()):
             raise Broken(f"{name} holds {state.engines[name].loaded} at rest")
+        if state.redis.table.members[name].silent:
+            raise Broken(f"{name} is heard of and counts as silent at rest")
     live = [place for place, trainer in enumerate(state.trainers) if not trainer.closed]
     if not live:
         return
@@ -262,7 +264,7 @@ def _engine_key(state: State, name: str, rank: dict[int, int], age: Callable[[fl
 
     def member(one: Table) -> object:
         found = one.members.get(name)
-        return found and (found.state, life(found.engine_epoch), age(found.since))
+        return found and (found.state, found.silent, life(found.engine_epoch), age(found.since))
 
     def redis(one: Any) -> object:
         said, at = one.reports.get(name, (None, 0.0))

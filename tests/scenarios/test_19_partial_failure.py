@@ -219,6 +219,28 @@ async def test_s20_a_request_that_waits_at_a_frozen_engine_keeps_its_version_els
         await fleet.ready(3)
 
 
+async def test_s20_a_frozen_replica_that_the_floor_keeps_is_asked_last(config: Config, tmp_path: Path) -> None:
+    """Three of at least three are ready: none may be ejected, and one of them takes requests and answers none."""
+    settings = replace(config, coordinator=replace(config.coordinator, min_ready=3))
+    async with _hurried(settings, tmp_path, latency=Latency(decode_tokens_per_s=20)) as fleet:
+        trainer = await fleet.trainer()
+        name = await fleet.promoted(trainer)
+        asking = asyncio.create_task(fleet.complete("run", max_tokens=40, ignore_eos=True))
+        await wait_until(lambda: any(one.sim.engine.running for one in fleet.replicas.values()))
+        (frozen,) = [replica for replica in fleet.replicas.values() if replica.sim.engine.running]
+        frozen.faults(frozen=True)
+        await fleet.state(frozen.name, "ready", "silent")
+        answer = await asking
+        assert (answer.status, answer.json["model"]) == (200, name)
+        assert answer.headers["x-adaptersync-replica"] != frozen.name
+        for prompt in range(8):
+            answer = await fleet.complete("run", [prompt], max_tokens=1)
+            assert (answer.status, answer.headers["x-adaptersync-replica"] == frozen.name) == (200, False)
+        frozen.faults(frozen=False)
+        await fleet.state(frozen.name, "ready", "holds all that is served")
+        assert await fleet.promoted(trainer) != name  # by all three
+
+
 async def test_s20_what_a_draining_replica_has_is_left_alone(config: Config, tmp_path: Path) -> None:
     """Its agent ends in order, and is forgotten, long before the answer is whole."""
     async with _hurried(config, tmp_path, latency=Latency(decode_tokens_per_s=10)) as fleet:

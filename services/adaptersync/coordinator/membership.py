@@ -2,7 +2,7 @@
 
 A replica is `ready` only with acks, in this life of its engine, for everything that is served. It stops being ready
 when its engine restarts (at once: it holds nothing), when it falls silent or is ejected (never below `min_ready`), or
-when it drains.
+when it drains. A silent one that the floor keeps is marked, so that routers ask it last.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from adaptersync.coordinator.draft import Draft
 from adaptersync_core.config import Config
 from adaptersync_core.records import Ack, Fleet, ReplicaReport
 from adaptersync_core.table import Member, Table
+
+WHOLE = "holds all that is served"
 
 
 def accepted(fleet: Fleet, replica: str, version: str, engine_epoch: str) -> bool:
@@ -40,9 +42,11 @@ def served(table: Table) -> list[str]:
 def members(fleet: Fleet, config: Config) -> Draft | None:
     """Take in what replicas report: who is new, restarted, silent, back, ready or gone."""
     draft = Draft(fleet)
+    joining = any(member.state == "joining" for member in draft.members.values())
+    needed = _slots_needed(fleet, config) if joining else 0
     for name, seen in fleet.replicas.items():
         if alive(fleet, config, name):
-            _alive(draft, fleet, config, name, seen.report)
+            _alive(draft, fleet, config, name, seen.report, needed)
     for name, member in fleet.table.members.items():
         if not alive(fleet, config, name):
             gone = fleet.replicas.get(name)
@@ -50,7 +54,7 @@ def members(fleet: Fleet, config: Config) -> Draft | None:
     return draft if draft.events or draft.members != fleet.table.members else None
 
 
-def _alive(draft: Draft, fleet: Fleet, config: Config, name: str, report: ReplicaReport) -> None:
+def _alive(draft: Draft, fleet: Fleet, config: Config, name: str, report: ReplicaReport, needed: int) -> None:
     fresh = Member(
         state="joining",
         url=report.url,
@@ -59,6 +63,8 @@ def _alive(draft: Draft, fleet: Fleet, config: Config, name: str, report: Replic
         block_size=report.block_size,
     )
     member = draft.members.get(name)
+    if member is not None and member.state == "ready" and member.silent:
+        member = draft.members[name] = replace(member, reason=WHOLE, silent=False)
     if member is None:
         draft.member(name, "joining", "new", fresh)
     elif member.engine_epoch != report.engine_epoch:
@@ -72,21 +78,21 @@ def _alive(draft: Draft, fleet: Fleet, config: Config, name: str, report: Replic
         if fleet.now - member.since >= config.coordinator.eject_s:
             draft.member(name, "joining", "back after it was ejected", fresh)
     elif member.state == "joining":
-        missing = _missing(fleet, config, name, report)
+        missing = _missing(fleet, config, name, report, needed)
         if not missing:
             draft.need_acks(name, report.engine_epoch, served(fleet.table))
-            draft.member(name, "ready", "holds all that is served", fresh)
+            draft.member(name, "ready", WHOLE, fresh)
         elif missing != member.reason:
             draft.members[name] = replace(member, reason=missing)  # no event: it is still joining
     elif (member.url, member.block_size) != (report.url, report.block_size):
         draft.members[name] = replace(member, url=report.url, block_size=report.block_size)
 
 
-def _missing(fleet: Fleet, config: Config, name: str, report: ReplicaReport) -> str:
-    """Why a replica may not be ready, or nothing."""
+def _missing(fleet: Fleet, config: Config, name: str, report: ReplicaReport, needed: int) -> str:
+    """Why a replica may not be ready, or nothing; `needed` is how many adapters it has to hold."""
     if report.base_model != config.group.base_model:
         return f"serves base model {report.base_model}, the group serves {config.group.base_model}"
-    slots, needed = slots_of(report), _slots_needed(fleet, config)
+    slots = slots_of(report)
     if slots and slots < needed:
         return f"capacity: holds {slots} adapters, {needed} are needed; raise --max-loras and --max-cpu-loras"
     left = [version for version in report.loaded if version not in fleet.table.wanted()]
@@ -108,7 +114,8 @@ def _slots_needed(fleet: Fleet, config: Config) -> int:
     """
     going = [entry for entry in fleet.table.runs.values() if not entry.ended_at]
     widest = max((entry.max_staleness + 2 for entry in going), default=2)
-    best = max(slots_of(seen.report) for name, seen in fleet.replicas.items() if alive(fleet, config, name))
+    slots = (slots_of(seen.report) for name, seen in fleet.replicas.items() if alive(fleet, config, name))
+    best = max(slots, default=0)
     return max(2, len(served(fleet.table)), min(widest, best))
 
 
@@ -121,8 +128,13 @@ def _silent(draft: Draft, config: Config, name: str, member: Member, age_s: floa
     said = "its record expired" if age_s is None else f"no heartbeat for {age_s:.1f} s"
     if member.state == "ready":
         # one that became ready a moment ago, or that Redis lost a moment ago, has time to speak
-        if draft.now - member.since > config.coordinator.alive_s and can_spare(draft, config, 1):
+        if draft.now - member.since <= config.coordinator.alive_s:
+            return
+        if can_spare(draft, config, 1):
             draft.member(name, "ejected", f"silent: {said}", replace(member, silent=True))
+        elif not member.silent:  # no event: it is still ready
+            kept = f"silent: {said}; kept, since no fewer than {config.coordinator.min_ready} are to be ready"
+            draft.members[name] = replace(member, reason=kept, silent=True)
     elif member.state != "ejected" or age_s is None:
         draft.gone(name, said)
     elif not member.silent:  # ejected for something else, when it still answered

@@ -197,5 +197,5 @@ async def _work(*loops: Coroutine[Any, Any, None]) -> None:
 async def _renew(view: TableView, attempts: Attempts, outages: Outages) -> None:
     while True:
         if await view.change(60.0):
-            outages.renew()
+            outages.renew(view.table.silent())
             attempts.look(view.table)

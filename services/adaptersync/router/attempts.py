@@ -2,7 +2,8 @@
 
 One of which the client has received nothing ends at once: another replica can be asked. One whose answer has begun
 ends when it stands still, since a replica that lost only its agent goes on answering. What a draining replica has is
-left alone. Knows no HTTP and asks nobody; the caller says what an end means.
+left alone, and what one has that is silent and ready, if nobody else could answer. Knows no HTTP and asks nobody; the
+caller says what an end means.
 """
 
 from __future__ import annotations
@@ -69,18 +70,22 @@ class Attempts:
 
     def look(self, table: Table) -> None:
         """A new table has come: end what will get no answer."""
+        others = len(table.ready()) > len(table.silent())
         for replica, attempts in self.present.items():
             member = table.members.get(replica)
             for attempt in attempts:
-                reason = _lost(member, attempt.engine_epoch)
+                reason = _lost(member, attempt.engine_epoch, others=others)
                 if reason and not attempt.lost:
                     attempt.end(f"{replica}: {reason}")
 
 
-def _lost(member: Member | None, engine_epoch: str) -> str:
-    """Why nothing more is to be expected, or nothing. Who left the table drained, or was found silent before."""
+def _lost(member: Member | None, engine_epoch: str, *, others: bool) -> str:
+    """Why nothing more is to be expected, or nothing. Who left the table drained, or was found silent before.
+
+    `others`: replicas that are heard could answer instead of one that the floor keeps.
+    """
     if member is None:
         return ""
     if member.engine_epoch != engine_epoch:
         return "its engine restarted"
-    return member.reason if member.silent else ""
+    return member.reason if member.silent and (others or member.state != "ready") else ""

@@ -13,7 +13,9 @@ from support.router_fleet import V1, V2, Answer, Fleet
 from support.upstreams import Upstream
 from support.wait import wait_until
 
-SILENT = {"state": "ejected", "reason": "silent: no heartbeat for 3.1 s", "silent": True}
+SAID = "silent: no heartbeat for 3.1 s"
+KEPT = {"reason": SAID, "silent": True}  # ready, since the floor is reached
+SILENT = {"state": "ejected", "reason": SAID, "silent": True}
 LONG = list(range(64))  # four blocks: whoever had it first is asked again
 
 
@@ -29,7 +31,9 @@ async def _asked(fleet: Fleet, **fields: Any) -> tuple[asyncio.Task[Answer], Ups
 
 
 @pytest.mark.parametrize(
-    "change", [SILENT, {"state": "joining", "engine_epoch": "another life"}], ids=["silent", "restarted"]
+    "change",
+    [SILENT, KEPT, {"state": "joining", "engine_epoch": "another life"}],
+    ids=["silent", "kept at the floor", "restarted"],
 )
 async def test_what_waits_at_a_replica_that_will_not_answer_is_sent_elsewhere(
     fleet: Fleet, change: dict[str, Any]
@@ -108,6 +112,36 @@ async def test_replicas_that_fall_silent_one_after_another_are_each_asked_once(f
         answer = await asyncio.wait_for(asking, 5)
         assert answer.status == 503
         assert [len(replica.seen) for replica in fleet.replicas.values()] == [1, 1]
+
+
+async def test_one_that_is_kept_at_the_floor_is_asked_when_nobody_else_is_left(fleet: Fleet) -> None:
+    first, second = fleet.replicas.values()
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        assert (await fleet.complete(V1, LONG)).status == 200  # who had it first would be asked again
+        silent, other = (first, second) if first.seen else (second, first)
+        await fleet.table({V1: "current"}, members={silent.name: KEPT})
+        for prompt in (LONG, [1], [2], [3], [4], [5]):
+            answer = await fleet.complete(V1, prompt)
+            assert (answer.status, answer.headers["x-adaptersync-replica"]) == (200, other.name)
+        await fleet.table({V1: "current"}, urls={silent.name: silent.url}, members={silent.name: KEPT})
+        answer = await fleet.complete(V1, LONG)
+        assert (answer.status, answer.headers["x-adaptersync-replica"]) == (200, silent.name)
+        await fleet.table({V1: "current"})
+        await fleet.rows(8)
+
+
+async def test_what_waits_where_nobody_else_could_answer_is_left_alone(fleet: Fleet) -> None:
+    """It may have lost its agent only."""
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        asking, busy, _ = await _asked(fleet)
+        await fleet.table({V1: "current"}, members=dict.fromkeys(fleet.replicas, KEPT))
+        busy.gate.set()
+        answer = await asyncio.wait_for(asking, 5)
+        assert (answer.status, answer.headers["x-adaptersync-replica"]) == (200, busy.name)
+        (row,) = await fleet.rows(1)
+        assert (row["attempts"], row.get("tried")) == ("1", None)
 
 
 # streams

@@ -158,6 +158,33 @@ def test_never_ejected_below_the_floor(min_ready: int) -> None:
     assert list(members(world).values()).count("ready") == min_ready
 
 
+def test_who_falls_silent_at_the_floor_is_kept_and_marked_until_it_is_heard_again() -> None:
+    world = after(ready(replicas=2, min_ready=2), "silence r1", "later 6", "coordinate")
+    member, generation = world.table.members["r1"], world.table.generation
+    assert members(world) == {"r1": "ready", "r2": "ready"}
+    assert (member.silent, world.table.silent()) == (True, {"r1"})
+    assert member.reason == "silent: no heartbeat for 6.0 s; kept, since no fewer than 2 are to be ready"
+    assert after(world, "later 6", "coordinate").table.generation == generation
+    world = after(world, "speak r1", "report", "coordinate")
+    assert world.table.members["r1"] == replace(member, silent=False, reason="holds all that is served")
+    assert world.table.silent() == frozenset()
+
+
+def test_one_kept_at_the_floor_is_ejected_once_it_can_be_spared() -> None:
+    world = after(ready(replicas=3, min_ready=2), "drain r3", "report", "coordinate", "silence r1", "later 6")
+    world = after(world, "coordinate")
+    assert (members(world)["r1"], world.table.silent()) == ("ready", {"r1"})
+    world = after(world, "undrain r3", "report", "coordinate")
+    assert members(world) == {"r1": "ejected", "r2": "ready", "r3": "ready"}
+
+
+def test_one_kept_at_the_floor_that_comes_back_to_drain_is_heard() -> None:
+    world = after(ready(replicas=1), "silence r1", "later 6", "coordinate", "speak r1", "drain r1", "report")
+    assert world.table.silent() == {"r1"}
+    world = after(world, "coordinate")
+    assert (members(world), world.table.members["r1"].silent) == ({"r1": "draining"}, False)
+
+
 def test_an_ejected_replica_that_falls_silent_is_said_to_be_and_once_only() -> None:
     """Routers wait for what it was sent before it was ejected, as long as it answers."""
     world = after(ready(replicas=3), "publish run1", "coordinate", "refuse r2", "settle")

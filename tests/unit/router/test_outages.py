@@ -23,6 +23,19 @@ def test_the_unreachable_come_last() -> None:
     assert outages.candidates(READY, "v1", (), 10.1) == READY
 
 
+def test_the_silent_come_after_the_unreachable() -> None:
+    outages = Outages()
+    outages.renew(frozenset({"r0"}))
+    assert outages.candidates(READY, "v1", (), 10.0) == ["r1", "r2"]
+    outages.unreachable("r1", 10.0)
+    outages.reached("r0")  # the table knows better
+    assert outages.candidates(READY, "v1", {"r2"}, 10.1) == ["r1"]
+    assert outages.candidates(READY, "v1", {"r1", "r2"}, 10.1) == ["r0"]
+    assert outages.candidates(["r0"], "v1", (), 10.1) == ["r0"]
+    outages.renew(frozenset())
+    assert outages.candidates(READY, "v1", (), 10.1) == READY
+
+
 def test_who_lacks_a_version_is_not_asked_for_it_and_only_for_it() -> None:
     outages = Outages()
     for name in READY:
@@ -31,5 +44,5 @@ def test_who_lacks_a_version_is_not_asked_for_it_and_only_for_it() -> None:
     assert outages.candidates(READY, "v2", (), 10.1) == READY
     assert outages.candidates(READY, "v1", (), 10.0 + MISSING_S) == READY
     outages.missing("r0", "v1", 10.0)
-    outages.renew()
+    outages.renew(frozenset())
     assert outages.candidates(READY, "v1", (), 10.1) == READY

@@ -129,7 +129,8 @@ class RouterSection(Section, frozen=True, kw_only=True):
     spill: int = 8
     """How many requests in flight an owner may be ahead of the least loaded replica."""
     spool_path: str = "/var/lib/adaptersync/spool"
-    """A directory on this host's disk where ledger rows wait for Redis, across restarts of the router."""
+    """A directory on this host's disk where ledger rows wait for Redis, across restarts of the router; its group has a
+    directory of its own in it. Who wipes a group on purpose removes that, too: it holds rows that would come back."""
     spool_bytes: int = 64 << 20
     """Disk taken for it by each router process; room for about 60 thousand rollouts."""
     kept_bytes: int = 32 << 20

@@ -83,9 +83,9 @@ class Fleet:
         return bool(health.json["table"]["generation"] == generation)
 
     @contextlib.asynccontextmanager
-    async def router(self, **settings: Any) -> AsyncIterator[str]:
+    async def router(self, *, group: str = "test", **settings: Any) -> AsyncIterator[str]:
         config = Config(
-            group=GroupSection(name="test", base_model="base"),
+            group=GroupSection(name=group, base_model="base"),
             redis=RedisSection(control_url=self.control_url, cache_url=self.cache_url),
             router=RouterSection(**self.settings | {"port": 0, "hold_s": 50.0, "connect_timeout_s": 1.0} | settings),
         )
@@ -109,7 +109,7 @@ class Fleet:
     @property
     def settings(self) -> dict[str, Any]:
         """What every router here needs."""
-        return {"spool_path": str(self.spool), "spool_bytes": 1 << 20, "kept_bytes": 1 << 20}
+        return {"spool_path": str(self.spool.parent), "spool_bytes": 1 << 20, "kept_bytes": 1 << 20}
 
     async def entries(self) -> list[dict[str, str]]:
         """The ledger's stream as it is."""
@@ -153,7 +153,7 @@ async def make_fleet(control_url: str, cache_url: str, directory: Path) -> Async
             tables=TableWriter(control, keys),
             replicas={replica.name: replica for replica in replicas},
             session=session,
-            spool=directory / "spool",
+            spool=directory / "spool" / "test",  # its group's
         )
 
 

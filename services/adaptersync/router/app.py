@@ -100,7 +100,7 @@ async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[
     ledger = await Ledger.at(
         rows,
         keys.rollouts,
-        directory=Path(settings.spool_path),
+        directory=Path(settings.spool_path) / config.group.name,  # groups may share a host
         name=name,
         capacity=settings.spool_bytes,
         kept=settings.kept_bytes,

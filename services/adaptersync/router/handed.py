@@ -2,8 +2,8 @@
 
 A ring beside the spool; a record is the id of the stream's entry, a space, and the row. The newest entries of the last
 two batches, at first the newest that is kept, are looked up with every batch: when the stream lacks one it was emptied
-or set back, and then all that is kept is looked up. Two batches, because the stream may be emptied within one. Knows
-nothing of Redis.
+or set back, and then all that is kept is looked up. Two batches, because the stream may be emptied within one. What was
+trimmed away on purpose is not lost. Knows nothing of Redis.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from adaptersync.router.spool import PAYLOAD_BYTES, Record, Spool, own_and_left
+from adaptersync.router.spool import PAYLOAD_BYTES, Record, Spool, all_left, own_and_left
 
 BATCH = 256  # entries looked up in one round trip, beside the marks
+NOTHING = "0-0"  # below every entry of a stream
 LEFT_S = 86_400.0  # what a router left behind longer ago is of no use to anybody
 
 
@@ -47,37 +48,47 @@ class Handed:
 
     @classmethod
     async def at(cls, directory: Path, *, name: str, capacity: int) -> Handed:
-        """A ring in `directory`; StoreError when there is no room for it. Without capacity nothing is kept."""
+        """A ring in `directory`; StoreError when there is no room for it. Without capacity nothing is, nor stays."""
         if not capacity:
+            for spool in await asyncio.to_thread(lambda: [*all_left(directory)]):
+                _give_up(spool)
+                await asyncio.to_thread(spool.close)
             return cls(None)
         own, found = await asyncio.to_thread(own_and_left, directory, name, capacity)
         left = []
-        for spool in found:
+        for spool in (own, *found):
             newest_ms, _ = max((_place(each.entry) for each in _taken(spool)), default=(0, 0))
             if time.time() - newest_ms / 1000 > LEFT_S:
-                for record in spool:
-                    record.done = True
-                await asyncio.to_thread(spool.close)
-            else:
+                _give_up(spool)
+        for spool in found:
+            if spool.used:
                 left.append(spool)
+            else:
+                await asyncio.to_thread(spool.close)
         return cls(own, left)
 
     def questions(self) -> list[Taken]:
         """What to look up in the stream now."""
         return [*self._marks, *islice(self._unsure, BATCH)]
 
-    def answered(self, asked: Sequence[Taken], found: Sequence[bool]) -> list[Taken]:
-        """What is to be written again, by whether each of `asked` is in the stream."""
+    def answered(self, asked: Sequence[Taken], found: Sequence[bool], *, trimmed: str = NOTHING) -> list[Taken]:
+        """What is to be written again, by whether each of `asked` is in the stream.
+
+        Up to the entry `trimmed` the stream was emptied on purpose: what it lacks there is not kept any longer.
+        """
+        floor = _place(trimmed)
         marks = len(self._marks)
         lost = []
         for each, there in zip(asked[marks:], found[marks:], strict=True):
             self._unsure.popleft()
-            if not there and not each.lost and not each.record.done:
+            if not there and not each.lost and _place(each.entry) <= floor:
+                each.record.done = True
+            elif not there and not each.lost and not each.record.done:
                 each.lost = True
                 lost.append(each)
         if not all(found[:marks]):
             self._marks.clear()
-            self._unsure = deque(each for each in self._all() if not each.lost)
+            self._unsure = deque(each for each in self._all() if not each.lost and not each.record.done)
         return lost
 
     @property
@@ -125,6 +136,12 @@ class Handed:
         if self._own is not None:
             yield self._own
         yield from self._left
+
+
+def _give_up(spool: Spool) -> None:
+    for record in spool:
+        record.done = True
+    spool.trim()
 
 
 def _taken(spool: Spool) -> Iterator[Taken]:

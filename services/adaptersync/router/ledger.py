@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from adaptersync.router.handed import Handed, Taken
+from adaptersync.router.handed import NOTHING, Handed, Taken
 from adaptersync.router.spool import RECORD_BYTES, Record, Spool, own_and_left
 from adaptersync_core.bus import Bell
-from adaptersync_core.errors import ControlError
+from adaptersync_core.errors import ControlError, ControlUnavailable
 from adaptersync_core.pipe import Pipe
 from adaptersync_core.rollouts import OPEN, UNKNOWN, Row, to_fields
 
@@ -198,18 +198,34 @@ class Ledger:
             self._waiting.extendleft(each for each in reversed(ended) if not each.record.done)
             self.written += len(taken)
             if not any(isinstance(reply, ControlError) for reply in seen):
-                self._write_again(asked, [bool(reply) for reply in seen])
+                await self._write_again(asked, [bool(reply) for reply in seen])
             self._handed.take(taken)
             await self._give_back()
             if failed:
                 raise failed[0]
 
-    def _write_again(self, asked: list[Taken], found: list[bool]) -> None:
-        lost = self._handed.answered(asked, found)
+    async def _write_again(self, asked: list[Taken], found: list[bool]) -> None:
+        trimmed = NOTHING if all(found) else await self._trimmed()
+        if trimmed is None:
+            return  # they are looked up once more
+        lost = self._handed.answered(asked, found, trimmed=trimmed)
         if lost:
             log.warning("Redis lost %d ledger rows; they are written again", len(lost))
         self.rewritten += len(lost)
         self._waiting.extend(Waiting(each.spool, each.record) for each in lost)
+
+    async def _trimmed(self) -> str | None:
+        """The entry below which somebody has trimmed the stream; None when that cannot be known now."""
+        try:
+            reply = await self._pipe.call("XINFO", "STREAM", self._stream)
+        except ControlUnavailable:
+            return None
+        except ControlError:  # no such key
+            return NOTHING
+        told = dict(zip(reply[::2], reply[1::2], strict=True))
+        if told["entries-added"] == told["length"]:  # what a stream that was lost had, none of these counts
+            return NOTHING
+        return str(told["first-entry"][0] if told["first-entry"] else told["last-generated-id"])
 
     def _long_running(self) -> list[Opened]:
         """Requests that have run long enough to be told of, the oldest first; they no longer wait for it."""

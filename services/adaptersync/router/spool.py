@@ -205,13 +205,20 @@ def own_and_left(directory: Path, name: str, capacity: int) -> tuple[Spool, list
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > HALF_MADE_S:
                     path.unlink()
-        for path in sorted(directory.glob(f"*{SUFFIX}")):
-            spool = Spool.take(path)
-            if spool is not None and own is None and spool.capacity == capacity:
+        for spool in all_left(directory):
+            if own is None and spool.capacity == capacity:
                 own = spool
-            elif spool is not None:
+            else:
                 left.append(spool)
     return own or Spool.create(directory / f"{name}{SUFFIX}", capacity), left
+
+
+def all_left(directory: Path) -> Iterator[Spool]:
+    """Spools of processes that are gone."""
+    for path in sorted(directory.glob(f"*{SUFFIX}")):
+        spool = Spool.take(path)
+        if spool is not None:
+            yield spool
 
 
 @contextlib.contextmanager

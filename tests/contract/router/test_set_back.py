@@ -68,6 +68,50 @@ async def test_what_a_router_that_died_had_handed_over_is_written_again_by_the_n
         await recorded(fleet, rows)
 
 
+async def test_what_an_operator_trimmed_away_stays_away_and_what_was_lost_since_does_not(
+    own_fleet: Fleet, servers: Servers, tmp_path: Path
+) -> None:
+    fleet = own_fleet
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        old = await served(fleet, 5)
+        await recorded(fleet, old)
+        kept = await served(fleet, 3)
+        await recorded(fleet, kept)
+        await fleet.control.command("XTRIM", fleet.keys.rollouts, "MAXLEN", 3)
+        shutil.copytree(servers.control.directory, tmp_path / "copy")
+    async with fleet.router():
+        lost = await served(fleet, 2)
+        await recorded(fleet, lost)
+        await asyncio.to_thread(servers.control.stop)
+        _put_back(tmp_path / "copy", servers.control.directory)
+        await asyncio.to_thread(servers.control.start)
+        await recorded(fleet, kept | lost)
+    assert {entry["request_id"] for entry in await fleet.entries()} == kept | lost
+    async with fleet.router():  # nor of a stream that was trimmed to nothing
+        await fleet.control.command("XTRIM", fleet.keys.rollouts, "MAXLEN", 0)
+        new = await served(fleet, 2)
+        await recorded(fleet, new)
+        assert {entry["request_id"] for entry in await fleet.entries()} == new
+    async with fleet.router():
+        last = await served(fleet, 1)
+        await recorded(fleet, last)
+        assert {entry["request_id"] for entry in await fleet.entries()} == new | last
+        assert (await fleet.get("/health")).json["ledger"]["rewritten"] == 0
+
+
+async def test_routers_of_two_groups_on_one_host_leave_each_others_rows_alone(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        await recorded(fleet, await served(fleet, 1))
+    kept = list(fleet.spool.glob("kept/*.spool"))
+    assert len(kept) == 1
+    content = kept[0].read_bytes()
+    async with fleet.router(group="other"):
+        await wait_until((fleet.spool.parent / "other").is_dir)
+    assert kept[0].read_bytes() == content
+
+
 def _put_back(copy: Path, directory: Path) -> None:
     shutil.rmtree(directory / "appendonlydir")
     shutil.copytree(copy / "appendonlydir", directory / "appendonlydir")

@@ -143,3 +143,38 @@ async def test_without_room_nothing_is_kept(tmp_path: Path) -> None:
     handed.take(batch(1))
     assert handed.questions() == []
     assert os.listdir(tmp_path) == []
+
+
+async def test_without_room_nothing_stays_but_what_another_process_has(tmp_path: Path) -> None:
+    gone, alive = [await Handed.at(tmp_path, name=name, capacity=CAPACITY) for name in ("gone", "alive")]
+    for handed in (gone, alive):
+        handed.take(batch(1))
+    gone.close()
+    await Handed.at(tmp_path, name="new", capacity=0)
+    assert os.listdir(tmp_path) == ["alive.spool"]
+    alive.close()
+
+
+async def test_an_own_ring_of_long_ago_is_begun_anew(tmp_path: Path) -> None:
+    before = await Handed.at(tmp_path, name="one", capacity=CAPACITY)
+    before.take([("1000000000000-0", b"{}")])
+    before.close()
+    after = await Handed.at(tmp_path, name="one", capacity=CAPACITY)
+    assert after.questions() == []
+    after.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_was_trimmed_away_is_not_lost_and_no_longer_kept(ring: Spool) -> None:
+    handed = Handed(ring)
+    rows = [(f"{number}-0", b"{}") for number in range(1, 7)]
+    handed.take(rows[:4])
+    handed.take(rows[4:])
+    again = []
+    for _ in range(2):
+        asked = handed.questions()
+        # 1 to 3 were trimmed, and 5 and 6 lost since
+        again += handed.answered(asked, [each.entry == "4-0" for each in asked], trimmed="4-0")
+    assert [each.entry for each in again] == ["5-0", "6-0"]
+    handed.trim()
+    assert [ring.payload(record).split()[0] for record in ring] == [b"4-0", b"5-0", b"6-0"]

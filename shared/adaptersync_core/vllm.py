@@ -27,6 +27,7 @@ ANSWER_LIMIT = 16 << 20  # bytes of one control answer
 NAMED = 8  # tensors named of those that differ; the rest is counted
 AUDITED_AT_ONCE = 4 << 20  # bytes of an adapter, some 5 ms: for so long the engine generates nothing
 AUDIT_PARTS = 64  # most of them; between two the engine makes a step or more, and a promotion waits for all
+AUDITS = 2  # times an adapter is compared in parts before that is done in one, when it loses its slot between two
 
 T = TypeVar("T")
 
@@ -67,10 +68,14 @@ class Identity(Struct, frozen=True, kw_only=True):
 
 
 class Audit(Struct, frozen=True, kw_only=True):
-    """What one worker says of an adapter's slot and the file it came from; see `adaptersync.engine.audit`."""
+    """What one worker says of an adapter's slot and the file it came from; see `adaptersync.engine.audit`.
+
+    `slot` is where a part of it was compared, which says nothing of the whole.
+    """
 
     error: str = ""
     resident: bool = False
+    slot: int = -1
     compared: int = 0
     differ: tuple[str, ...] = ()
     differing: int = 0
@@ -213,15 +218,26 @@ class VllmClient:
     async def audit(self, number: int, path: str, *, size: int, timeout_s: float) -> list[Audit]:
         """Have every worker compare slot and file; only where `EngineFacts.audits`.
 
-        `size`, bytes of the file, decides in how many calls: between two of them the engine generates.
+        `size`, bytes of the file, decides in how many calls: between two of them the engine generates. What takes the
+        adapter's slot then has the comparison begin anew, in the end in one call.
         """
         parts = min(-(-size // AUDITED_AT_ONCE) or 1, AUDIT_PARTS)
+        for calls in (*(parts,) * AUDITS, 1):
+            told = await self._audit(number, path, parts=calls, timeout_s=timeout_s)
+            if told is not None:
+                return told
+        raise AssertionError("within one call a slot stays what it is")
+
+    async def _audit(self, number: int, path: str, *, parts: int, timeout_s: float) -> list[Audit] | None:
+        """None when the slot was another one, or none, before all of it was compared."""
         told: list[list[Audit]] = []
         for part in range(parts):
             which = (part, parts) if parts > 1 else ()
             told.append(await self._rpc("adaptersync_audit", number, path, *which, answer=Audit, timeout_s=timeout_s))
             if any(worker.error or not worker.resident for worker in told[-1]):
                 return told[-1]
+            if [worker.slot for worker in told[-1]] != [worker.slot for worker in told[0]]:
+                return None
         return [together(each) for each in zip(*told, strict=True)]
 
     async def held(self) -> list[Held]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from adaptersync_core import store as store_module
 from adaptersync_core.config import Config
+from adaptersync_core.errors import ArtifactCorrupt
 from adaptersync_core.records import Request
 from adaptersync_tools.simulator.scheduler import Latency
 from support.trl_client import ScriptedTRL, TrainingDied
@@ -99,6 +103,46 @@ async def test_a_version_the_fleet_kept_silent_about_is_stood_in_for(config: Con
         assert record is not None
         assert (record.state, record.want) == ("rolled_back", "time")
         assert await _served(trl, name) == (await _named(fleet, 1), name)
+
+
+async def test_a_version_that_could_not_be_stored_is_stood_in_for(
+    fleet: WholeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing says that it is bad, and the next one may find room."""
+
+    def full(*arguments: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with fleet.relay() as url:
+        trl = await _trained(url, fleet, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(store_module, "copy_verified", full)
+            with pytest.raises(TrainingDied, match="nothing before it: version could not be stored: No space left"):
+                await trl.sync(fleet.adapter())
+        await trl.sync(fleet.adapter())
+        first = await fleet.current()
+        assert first is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(store_module, "copy_verified", full)
+            name = await trl.sync(fleet.adapter())
+        assert await _served(trl, name) == (first, name)
+        assert (await _row(fleet))["substituted"] == name
+        after = await trl.sync(fleet.adapter())
+        assert await _served(trl, after) == (await fleet.current(), "")
+        assert await fleet.current() != first
+
+
+async def test_bytes_that_change_while_they_are_published_end_the_training(
+    fleet: WholeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(*arguments: object, **more: object) -> None:
+        raise ArtifactCorrupt("file has the wrong bytes")
+
+    async with fleet.relay() as url:
+        trl = await _trained(url, fleet, 1)
+        monkeypatch.setattr(store_module, "copy_verified", changed)
+        with pytest.raises(TrainingDied, match="wrong bytes"):
+            await trl.sync(fleet.adapter())
 
 
 async def test_a_version_that_is_bad_ends_the_training_with_the_reason(fleet: WholeFleet) -> None:

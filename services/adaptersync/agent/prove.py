@@ -108,9 +108,9 @@ class Prover:
         base = facts.base_model if facts else ""
         resident = await self._engine.resident()
         try:
-            before = await self._score(base, TOKENS)
+            before = await self._score(base, self._tokens())
             await self._engine.load(name, path, timeout_s=self._timeout_s)
-            leg = commission(before, await self._score(name, TOKENS))
+            leg = commission(before, await self._score(name, self._tokens()))
         except EngineRefused as error:
             leg = Leg(verdict="refuted", reason=f"canary could not be served: {error}")
         await self._engine.unload(name)
@@ -148,7 +148,10 @@ class Prover:
         facts = self._engine.facts
         if facts is None or not await self._engine.scores():
             return UNSCORED
-        probe = manifest.probe or Probe(tokens=TOKENS)
+        probe = manifest.probe or Probe(tokens=self._tokens())
+        if len(probe.tokens) >= facts.max_model_len > 0:
+            reason = f"probe has {len(probe.tokens)} tokens, and the engine's context takes {facts.max_model_len - 1}"
+            return Leg(verdict="not probed", reason=reason)
         async with self._scoring:
             if await self._mixes():
                 return MIXED
@@ -162,6 +165,11 @@ class Prover:
                 return Leg(verdict="refuted", reason=f"engine does not answer under its name: {error}")
         noop = manifest.shape.noop
         return behave(base=base, version=version, deltas=probe.deltas, noop=noop, dtype=facts.dtype)
+
+    def _tokens(self) -> tuple[int, ...]:
+        """`TOKENS`, or as many of them as fit into the engine's context beside the one that it answers with."""
+        facts = self._engine.facts
+        return TOKENS[: facts.max_model_len - 1] if facts and facts.max_model_len else TOKENS
 
     async def _score(self, model: str, tokens: Sequence[int]) -> list[float]:
         return await self._client.logprobs(model, tokens, timeout_s=self._timeout_s)

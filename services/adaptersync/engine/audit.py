@@ -7,7 +7,9 @@ bit, with the device slot the next forward pass will read. A load that went wron
 the adapter.
 
 While a worker compares, its engine generates nothing. So a large adapter is compared in parts, a call each, between
-which the engine goes on; a slot is written as a whole, when its adapter is activated, and not again.
+which the engine goes on; a slot is written as a whole, when its adapter is activated, and not again. Only the first
+part activates it: where every slot is in use, each activation takes one from a version that is running. Whoever asks
+sees by `slot` whether all parts were compared with the same one.
 
 A call that goes wrong inside a worker may end the server, so every method answers with plain data, `error` among it.
 """
@@ -24,6 +26,7 @@ from typing import Any
 
 NAMED = 8  # tensors named in an answer; the rest is counted
 PREFIX = "base_model.model."
+INACTIVE = -2  # the slot of an adapter that has none
 
 
 def _answers(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -82,7 +85,10 @@ class Auditor:
         manager = self._adaptersync_manager()
         if number not in manager.list_adapters():
             return {"resident": False}
-        manager.activate_adapter(number)
+        if part == 0:
+            manager.activate_adapter(number)
+        elif number not in manager.lora_index_to_id:  # a request has taken its slot since
+            return {"resident": True, "slot": INACTIVE}
         slot = manager.lora_index_to_id.index(number)
         config = json.loads((Path(directory) / "adapter_config.json").read_text())
         with safe_open(Path(directory) / "adapter_model.safetensors", framework="pt") as file:
@@ -96,6 +102,7 @@ class Auditor:
         unused = pairs.modules() - {name for module in manager.modules for name in _packed(manager, module)}
         return {
             "resident": True,
+            "slot": slot,
             "compared": len(found),
             "differ": differ[:NAMED],
             "differing": len(differ),

@@ -3,8 +3,8 @@
 TRL pauses, loads, resumes, and asks for `trl-policy-v7`. Here a load becomes a publication that is waited for, a pause
 becomes nothing (a new name needs none), and TRL's names become aliases of versions of the present epoch. TRL ends the
 training at any refused load and retries an unknown name for minutes, so where the fleet had no time or no room for a
-version, its alias points to the last one promoted, and every request through it is marked as substituted. Only what
-the fleet found bad is refused, and what could not be stored.
+version, or it could not be stored, its alias points to the last one promoted, and every request through it is marked as
+substituted. Only what is bad is refused, whether the fleet found it so or the publisher.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from adaptersync_core.config import Config
 from adaptersync_core.errors import (
     AdapterInvalid,
     AdapterSyncError,
+    ArtifactCorrupt,
     ConfigError,
     ControlError,
     ControlUnavailable,
     EngineUnavailable,
+    NameTaken,
     PublicationFailed,
+    StoreError,
 )
 from adaptersync_core.headers import REPLICA, REQUEST_ID, SUBSTITUTED, VERSION, VOIDED
 from adaptersync_core.keys import Keys
@@ -220,7 +223,9 @@ class Relay:
             return known
         try:
             publication = await asyncio.to_thread(publisher.publish, directory)
-        except ControlUnavailable as error:
+        except (ArtifactCorrupt, NameTaken):  # these do speak of the bytes
+            raise
+        except (ControlUnavailable, StoreError) as error:  # a full store, say
             return await self._stand_in(name, digest, str(error))
         try:
             outcome = await asyncio.to_thread(publication.wait, self._config.relay.promotion_timeout_s)

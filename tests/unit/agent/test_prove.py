@@ -325,3 +325,16 @@ async def test_a_proof_stops_the_engine_for_what_it_must_see_only(
     assert (await bench.loaded_and_proved(manifest)).content.verdict == "proved"
     assert bench.simulator.calls["/collective_rpc"] == before + 1 + min(parts, AUDIT_PARTS)
     assert parts > 2
+
+
+async def test_an_engine_of_little_context_is_proved_with_fewer_tokens(model: Path, tmp_path: Path) -> None:
+    async with beside(model, tmp_path, max_model_len=24) as bench:
+        manifest = bench.version(1)
+        proof = await bench.loaded_and_proved(manifest)
+        assert verdicts(proof) == ("proved", "proved", "proved", "below noise")
+        assert proof.behaviour.figures["tokens"] == 22  # one is answered, and the first is not scored
+        proof = await bench.prove(with_probe(manifest, TOKENS[:23]))
+        assert proof.behaviour.figures["tokens"] == 22
+        proof = await bench.prove(with_probe(manifest, TOKENS[:24]))
+        assert verdicts(proof) == ("proved", "proved", "proved", "not probed")
+        assert proof.behaviour.reason == "probe has 24 tokens, and the engine's context takes 23"

@@ -41,7 +41,7 @@ class FastLane:
                 for place, key in enumerate(self._chunks(file)):
                     chunk = content[place * CHUNK_BYTES : (place + 1) * CHUNK_BYTES]
                     await self._client.command("SET", key, chunk, "EX", LANE_TTL_S)
-        except ControlError as error:
+        except (ControlError, OSError) as error:
             log.warning("%s goes by the store alone: %s", manifest.adapter_id, error)
             return False
         return True

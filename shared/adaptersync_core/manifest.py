@@ -84,7 +84,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     """The immutable description of one version; stored beside its files and under its own Redis key.
 
     `repeats` is the version that the same trainer published before this one, where that has the very same bytes.
-    `markers` is how many marker names were left for it in the store.
+    `markers` is how many marker names are left for it in the store; as announced 0 when none could be.
     """
 
     run: str

@@ -5,12 +5,16 @@ must not be looked at before it is there, and only a look can tell. The publishe
 one answer, tiny files in the root of the store (a directory that every mount has), written after the version is in its
 place. An agent looks at each name once; the first that it finds says that the version may be looked at, too. It is a
 hint: bytes are believed for what they are, and a version whose names are used up or gone is looked for directly.
+
+They are written in the order in which they are looked at. Where bytes go by the fast lane they may come after the
+announcement: a name that is looked at too early is spent, the next is not, and the pauses soon exceed the writing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -25,10 +29,12 @@ PAUSE_S = 0.75  # which is the longest, unless a longer wait is to be covered
 QUICK_LOOKS = 4  # before the pause has grown to its longest
 GLANCE_S = 0.2  # how often to see whether the wait has become needless
 REMEMBERED = 256  # versions of which is known how many names were tried
-KEPT_S = 600.0  # how much older than the newest a marker may be before a publisher removes it
-TRUSTED_S = 300.0  # how old a version may be, by its manifest, for its markers to be looked for: well below KEPT_S
-AT_ONCE = 16  # files written or removed at a time: on an object store each is a request of its own
+TRUSTED_S = 120.0  # how old a version may be, by its manifest, for its markers to be looked for
+KEPT_S = 240.0  # how much older than the newest a marker may be before it is removed: some are looked for a minute long
+AT_ONCE = 32  # files written or removed at a time: on an object store each is a request of its own
 _PREFIX = ".visible-"
+
+log = logging.getLogger(__name__)
 
 
 def names(manifest: Manifest) -> list[str]:
@@ -73,31 +79,47 @@ class Lookout:
             pause = min(pause * 2, longest)
 
 
-def leave(root: Path, manifest: Manifest) -> None:
-    """Write a version's markers; those that are there stay as they are. Nothing is flushed: they are for a minute."""
+def leave(root: Path, manifest: Manifest) -> bool:
+    """Write a version's markers; whether any is there now. Nothing is flushed: they are for a minute.
+
+    Those that are there stay as they are, and one that cannot be written is no reason not to publish.
+    """
     content = f"{manifest.adapter_id}\n".encode()
+    names = _names(manifest)
+    failed: list[OSError] = []
 
     def write(name: str) -> None:
-        with contextlib.suppress(FileExistsError), (root / name).open("xb") as file:
-            os.fchmod(file.fileno(), 0o644)
-            file.write(content)
+        try:
+            with contextlib.suppress(FileExistsError), (root / name).open("xb") as file:
+                os.fchmod(file.fileno(), 0o644)
+                file.write(content)
+        except OSError as error:
+            failed.append(error)
 
-    _each(write, _names(manifest))
+    _each(write, names)
+    if failed:
+        log.warning("%d of %d markers of %s: %s", len(failed), len(names), manifest.adapter_id, failed[0])
+    return len(failed) < len(names)
 
 
 def tidy(root: Path) -> float:
     """Remove the markers of older versions, of whatever run; returns the newest one's time, by the clock of the disk.
 
-    Ages are differences of the disk's own times, so that no other host's clock matters.
+    Ages are differences of the disk's own times, so that no other host's clock matters. A version's markers are of one
+    age, which is asked once: to ask each may be a request, too.
     """
-    written = {}
+    left: dict[str, list[str]] = {}
+    written: dict[str, float] = {}
     with os.scandir(root) as entries:
         for entry in entries:
             if entry.name.startswith(_PREFIX):
-                with contextlib.suppress(FileNotFoundError):
-                    written[entry.name] = entry.stat().st_mtime
+                version = entry.name.rpartition("-")[0]
+                left.setdefault(version, []).append(entry.name)
+                if version not in written:
+                    with contextlib.suppress(FileNotFoundError):
+                        written[version] = entry.stat().st_mtime
     newest = max(written.values(), default=time.time())
-    old = [name for name, at in written.items() if newest - at > KEPT_S]
+    old = [name for version, at in written.items() if newest - at > KEPT_S for name in left[version]]
     _each(lambda name: (root / name).unlink(missing_ok=True), old)
     return newest
 

@@ -1,8 +1,8 @@
 """The artifact store: a directory tree in which a version appears whole or not at all, and never changes.
 
 Layout: `{root}/{run}/{adapter id}/` with the adapter's files and `manifest.json`. A version is written under a hidden
-name beside its place, flushed, and renamed; then come its markers. The store does not know who serves a version; it
-only keeps bytes.
+name beside its place, flushed, and renamed; its markers come after that. The store does not know who serves a version;
+it only keeps bytes.
 """
 
 from __future__ import annotations
@@ -55,14 +55,6 @@ class ArtifactStore:
 
         NameTaken when the name exists with another manifest, ArtifactCorrupt when `source` changed since it was hashed.
         """
-        place = self._place(manifest, source)
-        try:
-            markers.leave(self.root, manifest)
-        except OSError as error:
-            raise self._failed(manifest, error) from error
-        return place
-
-    def _place(self, manifest: Manifest, source: Path) -> Path:
         place = self.directory(manifest.adapter_id)
         if place.exists():
             return self._same(manifest, place)
@@ -82,18 +74,19 @@ class ArtifactStore:
         except OSError as error:
             if place.exists():  # another process published the same name in between
                 return self._same(manifest, place)
-            raise self._failed(manifest, error) from error
+            raise StoreError(
+                f"version could not be stored: {error.strerror or error}",
+                next_step="check space and permissions of the store; nothing was published",
+                version=manifest.adapter_id,
+                store=str(self.root),
+            ) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         return place
 
-    def _failed(self, manifest: Manifest, error: OSError) -> StoreError:
-        return StoreError(
-            f"version could not be stored: {error.strerror or error}",
-            next_step="check space and permissions of the store; nothing was published",
-            version=manifest.adapter_id,
-            store=str(self.root),
-        )
+    def mark(self, manifest: Manifest) -> bool:
+        """Leave the markers of a version that was published; whether there are any now."""
+        return markers.leave(self.root, manifest)
 
     def shows(self, marker: str) -> bool:
         """Look at a marker, once and for all: a mount may remember that it was not there."""

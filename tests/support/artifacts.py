@@ -57,4 +57,6 @@ def stored(
     if marked:
         manifest = replace(manifest, markers=markers.COUNT, created_at=time.time())
     store.publish(manifest, source)
+    if marked:
+        store.mark(manifest)
     return manifest

@@ -29,6 +29,7 @@ def main(root: str, source: str) -> None:
         if child == 0:
             _kill_at(died)
             store.publish(manifest, Path(source))
+            store.mark(manifest)
             sys.setprofile(None)
             os._exit(0)
         _, status = os.waitpid(child, 0)

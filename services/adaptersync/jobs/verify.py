@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from adaptersync_core.config import Config, load_config
 from adaptersync_core.errors import AdapterInvalid, ArtifactCorrupt, ControlError
@@ -71,7 +72,7 @@ def judge(store: ArtifactStore, announced: Manifest) -> Verdict:
     if not directory.is_dir():
         return Verdict(ok=False, reason=f"store has no {directory.name}")
     try:
-        if store.read_manifest(adapter_id) != announced:
+        if replace(store.read_manifest(adapter_id), markers=announced.markers) != announced:  # none could be left
             return Verdict(ok=False, reason="stored manifest is not the announced one")
         verify_files(announced, directory)
         if content_digest(announced.files) != announced.digest:

@@ -48,7 +48,7 @@ PAUSE_S = 0.2
 BEAT_S = 2.0  # how often it says that it lives; several times within TRAINER_ALIVE_S
 LOOK_S = 1.0  # how often outcomes are looked for when no event says so
 
-TIDY_S = 300.0  # how often leftovers in the store are looked for
+TIDY_S = 60.0  # how often leftovers in the store are looked for
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -220,8 +220,7 @@ class AdapterPublisher:
         self._reserved = seq
         publication = Publication(replace(draft, seq=seq, epoch=self.epoch))
         self._store.publish(publication.manifest, directory)
-        self._call(self._lane.put(publication.manifest, self._store.directory(publication.adapter_id)))
-        self._call(self._announce(publication))
+        self._call(self._offer(publication))
         self._tidy()
         return publication
 
@@ -275,6 +274,21 @@ class AdapterPublisher:
         self.epoch, self.latest_seq = await self._insist(
             lambda: begin(self.run, nonce=nonce, max_staleness=self.max_staleness, trainer=host, stored=stored)
         )
+
+    async def _offer(self, publication: Publication) -> None:
+        """Lane and markers at once, and the announcement as soon as agents find the version by either.
+
+        Who has its bytes from the lane looks for no marker. A version that could not be marked at all is announced as
+        one that is looked for directly.
+        """
+        manifest = publication.manifest
+        marking = asyncio.create_task(asyncio.to_thread(self._store.mark, manifest))
+        try:
+            if not await self._lane.put(manifest, self._store.directory(manifest.adapter_id)) and not await marking:
+                publication.manifest = replace(manifest, markers=0)
+            await self._announce(publication)
+        finally:
+            await marking
 
     async def _announce(self, publication: Publication) -> None:
         await self._insist(

@@ -115,6 +115,21 @@ async def test_markers_cost_a_mount_that_remembers_what_was_absent_no_more_than_
     assert {view.looks[path] for path in markers_looked_at} == {1}
 
 
+async def test_names_that_are_looked_at_before_they_are_written_cost_no_more_than_that(
+    tmp_path: Path, root: Path
+) -> None:
+    """As where bytes were to come by the fast lane, and do not: it was announced before it was marked."""
+    view = LaggingView(root, negative_ttl_s=3600)
+    manifest = replace(stored(ArtifactStore(root), tmp_path), markers=markers.COUNT, created_at=time.time())
+    staging = asyncio.create_task(staging_of(tmp_path, root, view).bring(manifest, timeout_s=10))
+    await wait_until(lambda: len(view.looks) > 3)
+    ArtifactStore(root).mark(manifest)
+    marked = time.monotonic()
+    await staging
+    assert time.monotonic() - marked < 1.0
+    assert {view.looks[path] for path in view.looks if path.parent == root} == {1}
+
+
 async def test_without_markers_such_a_mount_stays_blind(tmp_path: Path, root: Path) -> None:
     view = LaggingView(root, visibility_delay_s=0.7, negative_ttl_s=3600)
     manifest = stored(ArtifactStore(root), tmp_path)

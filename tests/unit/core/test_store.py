@@ -9,6 +9,7 @@ import resource
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -79,6 +80,49 @@ def test_markers_follow_the_version_and_a_repeat_leaves_them(store: ArtifactStor
     assert after.keys() == before.keys()
     assert {path for path in before if before[path] != after[path]} <= {names[3]}
     assert list(store.versions()) == [manifest.adapter_id]
+
+
+def test_markers_that_cannot_be_written_are_no_reason_not_to_publish(
+    store: ArtifactStore, source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = msgspec.structs.replace(manifest_of(source), markers=4, created_at=time.time())
+    store.publish(manifest, source)
+    monkeypatch.setattr(markers, "_PREFIX", ".absent/")
+    assert not store.mark(manifest)
+    assert f"4 of 4 markers of {manifest.adapter_id}: " in caplog.text
+    (store.root / ".absent").mkdir()
+    (store.root / markers.names(manifest)[2]).mkdir()  # what has the name shows, too
+    assert store.mark(manifest)
+    assert len(list((store.root / ".absent").iterdir())) == 4
+
+
+def test_the_age_of_markers_is_asked_once_a_version(store: ArtifactStore, tmp_path: Path) -> None:
+    """Of thousands of files on an object store, where each question may be a request."""
+    old, new = (stored(store, tmp_path, seq=seq, marked=True) for seq in (1, 2))
+    aged = [store.root / name for name in markers.names(old)]
+    for path in aged:
+        os.utime(path, (time.time() - markers.KEPT_S - 10,) * 2)
+    asked = []
+    scandir = os.scandir
+
+    class Entry:
+        def __init__(self, entry: os.DirEntry[str]) -> None:
+            self.name, self._entry = entry.name, entry
+
+        def stat(self) -> os.stat_result:
+            asked.append(self.name)
+            return self._entry.stat()
+
+    @contextlib.contextmanager
+    def listed(root: Path) -> Iterator[Iterator[Entry]]:
+        with scandir(root) as entries:
+            yield map(Entry, entries)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "scandir", listed)
+        markers.tidy(store.root)
+    assert len(asked) == 2
+    assert {path.name for path in store.root.iterdir()} == {"run", *markers.names(new)}
 
 
 def test_old_markers_and_what_killed_publishers_left_are_removed(store: ArtifactStore, tmp_path: Path) -> None:

@@ -30,8 +30,6 @@ UNEXPLAINED = 5 * ROUNDING  # no engine's rounding comes to this
 PROBED = 16_384  # tokens of a probe
 CANARY_EFFECT = 0.3  # log-probability a token, root mean square; five times a bfloat16 engine's noise
 
-SAME = "answers are the base's to the last bit"
-
 
 class Probe(Struct, frozen=True, kw_only=True):
     """Tokens to score, and what the trainer saw: log-probabilities of tokens[1:] under the adapter less the base's.
@@ -78,7 +76,7 @@ def doubtful(behaviour: Leg) -> bool:
 
     Only a canary can say whose fault it is.
     """
-    return behaviour.verdict == "refuted" or behaviour.reason == SAME
+    return behaviour.verdict == "refuted" or "same" in behaviour.figures
 
 
 def commission(base: Sequence[float], canary: Sequence[float]) -> Leg:
@@ -98,11 +96,15 @@ def behave(*, base: Sequence[float], version: Sequence[float], deltas: Sequence[
     the base slope 0, another one anything; the slope's standard error is noise / |t|. What is left over must be as
     small as rounding: large differences are not linear in an adapter's size, so a slope alone would let one pass.
     And it counts as no smaller than rounding: `dtype`, the engine's, hides a small adapter without leaving a trace.
+    The figure `same` stands where an adapter that should change something changed no bit of any answer.
     """
     seen = [a - b for a, b in zip(version, base, strict=True)]
     figures = {"tokens": float(len(seen)), "effect": rms(seen)}
     if noop:
         return Leg(verdict="below noise", reason="the adapter changes nothing by its own manifest", figures=figures)
+    same = list(version) == list(base)
+    if same:
+        figures["same"] = 1.0
     expected, power = rms(deltas), sum(t * t for t in deltas)
     if power:
         slope = sum(d * t for d, t in zip(seen, deltas, strict=True)) / power
@@ -124,8 +126,8 @@ def behave(*, base: Sequence[float], version: Sequence[float], deltas: Sequence[
                 figures=figures,
             )
         return Leg(verdict="proved", figures=figures)
-    if list(version) == list(base):
-        return Leg(verdict="below noise", reason=SAME, figures=figures)
+    if same:
+        return Leg(verdict="below noise", reason="answers are the base's to the last bit", figures=figures)
     return Leg(
         verdict="below noise", reason="answers changed, and there is nothing to compare them with", figures=figures
     )

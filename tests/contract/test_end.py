@@ -13,7 +13,7 @@ from adaptersync.coordinator.protocol import decide
 from adaptersync.trainer import publisher as publisher_module
 from adaptersync.trainer.publisher import AdapterPublisher
 from adaptersync_core.config import Config, GroupSection, RedisSection, StoreSection
-from adaptersync_core.errors import Fenced
+from adaptersync_core.errors import ControlError, Fenced
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
@@ -59,12 +59,7 @@ async def test_a_living_trainer_is_ended_by_force_only_and_told_why(
 ) -> None:
     monkeypatch.setattr(publisher_module, "BEAT_S", 0.05)
     publisher = await asyncio.to_thread(AdapterPublisher, config, "run")
-    began = await heard_ms(registry)
-
-    async def heard_again() -> bool:
-        return await heard_ms(registry) > began
-
-    await wait_until(heard_again, what="the trainer says that it lives")
+    await _heard_once_more(registry)
     assert await end() == 75
     assert "trainer of this run lives" in capsys.readouterr().err
     await asyncio.to_thread(publisher.publish, small_adapter(tmp_path / "one", seed=1))
@@ -79,6 +74,56 @@ async def test_a_living_trainer_is_ended_by_force_only_and_told_why(
     publication = await asyncio.to_thread(following.publish, small_adapter(tmp_path / "three", seed=3))
     assert publication.seq == 2
     await asyncio.to_thread(following.close)
+
+
+async def test_by_force_a_run_ends_although_its_trainer_was_heard_of_in_the_future(registry: Registry) -> None:
+    """The server's clock was set back since."""
+    await registry.begin_run("run", nonce="a", max_staleness=1, trainer="host")
+    await registry.client.command("HINCRBY", registry.keys.run("run"), "heartbeat_ms", 3_600_000)
+    assert await end() == 75
+    assert await end("--force") == 0
+    assert (await registry.fleet()).runs["run"].ended_by == "node lost"
+
+
+async def test_a_trainer_that_cannot_look_is_heard_of_all_the_same(
+    config: Config, registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(self: Registry) -> object:
+        raise ControlError("table cannot be read")
+
+    monkeypatch.setattr(publisher_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(publisher_module, "LOOK_S", 0.05)
+    publisher = await asyncio.to_thread(AdapterPublisher, config, "run")
+    with monkeypatch.context() as broken:
+        broken.setattr(Registry, "table", fail)
+        await wait_until(lambda: "outcomes not known: table cannot be read" in caplog.text)
+        await _heard_once_more(registry)
+    await asyncio.to_thread(publisher.close)
+
+
+async def test_a_trainer_that_was_replaced_says_so_once(
+    config: Config, registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(publisher_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(publisher_module, "LOOK_S", 0.05)
+    replaced = await asyncio.to_thread(AdapterPublisher, config, "run")
+    present = await asyncio.to_thread(AdapterPublisher, config, "run")
+    said = "run run is no longer trainer epoch 1's"
+    await wait_until(lambda: said in caplog.text)
+    for _ in range(3):
+        await _heard_once_more(registry)
+    assert caplog.text.count("is no longer") == 1
+    for publisher in (replaced, present):
+        await asyncio.to_thread(publisher.close)
+
+
+async def _heard_once_more(registry: Registry) -> None:
+    before = await heard_ms(registry)
+
+    async def heard_again() -> bool:
+        return await heard_ms(registry) > before
+
+    await wait_until(heard_again, what="the trainer says that it lives")
 
 
 async def test_what_is_held_up_is_in_the_status(

@@ -113,7 +113,11 @@ class Prover:
             leg = commission(before, await self._score(name, self._tokens()))
         except EngineRefused as error:
             leg = Leg(verdict="refuted", reason=f"canary could not be served: {error}")
-        await self._engine.unload(name)
+        try:
+            await self._engine.unload(name)
+        except EngineRefused as error:  # of this engine, whatever the version is
+            if leg.verdict != "refuted":
+                leg = Leg(verdict="refuted", reason=f"canary could not be taken out: {error}")
         shutil.rmtree(path, ignore_errors=True)
         for evicted in resident - {name} - await self._engine.resident():
             with contextlib.suppress(EngineRefused):  # it may have been unloaded meanwhile

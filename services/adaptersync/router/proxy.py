@@ -385,6 +385,7 @@ class Proxy:
         response.content_length = answer.content_length
         tail = b""
         try:
+            attempt.moved()  # the head is on its way: from here on nobody else can be asked
             call.response = response
             await response.prepare(request)
             while chunk:

@@ -135,6 +135,8 @@ class AdapterPublisher:
         self._publishing = threading.Lock()
         self._last: Manifest | None = None
         self._tidied = -math.inf
+        self._said_at = time.monotonic()
+        self._present = True
         self._bell = Bell()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"publisher-{self.run}", daemon=True)
@@ -304,19 +306,26 @@ class AdapterPublisher:
 
     async def _watch(self) -> None:
         known = True
-        said_at = time.monotonic()
         while True:
             await self._bell.wait(LOOK_S)
-            try:
-                await self._look()
-                if time.monotonic() - said_at > BEAT_S:
-                    await self._registry.beat(self.run, epoch=self.epoch, trainer=self._incarnation)
-                    said_at = time.monotonic()
-                known = True
-            except AdapterSyncError as error:
-                if known:  # once, not every second until the server is back
-                    log.warning("outcomes not known: %s", error)
-                known = False
+            failure: AdapterSyncError | None = None
+            for step in (self._beat, self._look):  # what is wrong with outcomes must not make a trainer look dead
+                try:
+                    await step()
+                except AdapterSyncError as error:
+                    failure = error
+            if failure and known:  # once, not every second until the server is back
+                log.warning("outcomes not known: %s", failure)
+            known = failure is None
+
+    async def _beat(self) -> None:
+        if time.monotonic() - self._said_at <= BEAT_S:
+            return
+        present = await self._registry.beat(self.run, epoch=self.epoch, trainer=self._incarnation)
+        self._said_at = time.monotonic()
+        if self._present and not present:
+            log.warning("run %s is no longer trainer epoch %d's: what is published next says why", self.run, self.epoch)
+        self._present = present
 
     async def _look(self) -> None:
         # Before the table, so that whoever hears that a version is current finds it in `current_seq`.

@@ -11,7 +11,8 @@ if known[2] then
 end
 local time = redis.call('TIME')
 local age = time[1] * 1000 + math.floor(time[2] / 1000) - tonumber(known[3] or '0')
-if age < tonumber(ARGV[3]) then
+local alive = tonumber(ARGV[3])
+if alive > 0 and age < alive then
   return {'alive', age}
 end
 redis.call('HSET', KEYS[1], 'ended_at', time[1], 'ended_by', ARGV[2])

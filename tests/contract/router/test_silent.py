@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from adaptersync.router import attempts
 from support.router_fleet import V1, V2, Answer, Fleet
@@ -194,6 +195,34 @@ async def test_a_stream_that_began_and_stands_still_ends_with_an_error(
         assert (row["outcome"], row["attempts"], row["replica"]) == ("upstream_error", "1", silent.name)
         assert row["reason"] == f"{silent.name}: silent: no heartbeat for 3.1 s"
         assert sum(len(replica.seen) for replica in fleet.replicas.values()) == 1
+
+
+async def test_a_stream_whose_head_is_on_its_way_is_not_cut_off_for_that(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else can be asked any more, and it has not stood still."""
+    preparing, go = asyncio.Event(), asyncio.Event()
+    prepare = web.StreamResponse.prepare
+
+    async def slow(self: web.StreamResponse, request: web.BaseRequest) -> Any:
+        if "x-adaptersync-replica" in self.headers and request.path == "/v1/completions":
+            preparing.set()
+            await go.wait()
+        return await prepare(self, request)
+
+    monkeypatch.setattr(web.StreamResponse, "prepare", slow)
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router() as url:
+        asking = asyncio.create_task(_stream(fleet, url))
+        await preparing.wait()
+        (sender,) = [replica for replica in fleet.replicas.values() if replica.seen]
+        await fleet.table({V1: "current"}, members={sender.name: SILENT})
+        go.set()
+        answer = await asyncio.wait_for(asking, 5)
+        assert answer.headers["x-adaptersync-replica"] == sender.name
+        assert (await answer.content.read()).endswith(b"data: [DONE]\n\n")
+        (row,) = await fleet.rows(1)
+        assert (row["outcome"], row["attempts"]) == ("ok", "1")
 
 
 async def test_a_stream_that_goes_on_is_left_alone(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from adaptersync.agent import prove as prove_module
 from adaptersync.agent.canary import write_canary
-from adaptersync_core.errors import EngineUnavailable, StagingFailed
+from adaptersync_core.errors import EngineRefused, EngineUnavailable, StagingFailed
 from adaptersync_core.proof import Proof
 from adaptersync_core.vllm import AUDIT_PARTS, WORKER_EXTENSION, VllmClient
 from adaptersync_tools.simulator.adapter_files import BaseModel
@@ -108,15 +108,20 @@ async def test_answers_that_are_the_bases_are_seen_by_the_canary(bench: Bench) -
     assert (await bench.loaded_and_proved(bench.version(2))).verdict == "proved"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "deltas"), [("float32", ()), ("bfloat16", ()), ("bfloat16", [1e-4] * (len(TOKENS) - 1))]
+)
 async def test_an_engine_that_stops_applying_adapters_is_seen_without_any_differences(
-    model: Path, tmp_path: Path, dtype: str
+    model: Path, tmp_path: Path, dtype: str, deltas: Sequence[float]
 ) -> None:
-    """It was commissioned and its slots are right; answers that are the base's have it asked for the canary again."""
+    """It was commissioned and its slots are right; answers that are the base's have it asked for the canary again.
+
+    Also where the differences are too small to tell anything.
+    """
     async with beside(model, tmp_path, dtype=dtype) as bench:
         assert (await bench.loaded_and_proved(bench.version(1))).verdict == "proved"
         bench.faults(serve_base=True)
-        proof = await bench.loaded_and_proved(bench.version(2))
+        proof = await bench.loaded_and_proved(with_probe(bench.version(2), TOKENS, deltas))
         assert verdicts(proof)[:3] == ("refuted", "refuted", "proved")
         assert "canary changed nothing" in proof.reason
         bench.faults(serve_base=False)
@@ -275,6 +280,26 @@ async def test_a_canary_that_cannot_be_written_is_this_hosts_fault(bench: Bench)
     with pytest.raises(StagingFailed, match="canary could not be written") as refusal:
         await bench.prove(manifest)
     assert refusal.value.own_fault
+
+
+async def test_a_canary_that_the_engine_will_not_give_back_is_its_own_fault(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And another version finds it gone."""
+
+    async def refuse(self: VllmClient, name: str) -> None:
+        raise EngineRefused("not now", status=500, name=name)
+
+    manifest = bench.version(1)
+    with monkeypatch.context() as broken:
+        broken.setattr(VllmClient, "unload", refuse)
+        proof = await bench.loaded_and_proved(manifest)
+    assert verdicts(proof)[:3] == ("refuted", "refuted", "proved")
+    assert "canary could not be taken out: not now" in proof.reason
+    assert {path.name for path in bench.stage.iterdir()} == {manifest.adapter_id}
+    other = bench.version(2)
+    assert (await bench.loaded_and_proved(other)).verdict == "proved"
+    assert set(await bench.client.adapters()) == {manifest.adapter_id, other.adapter_id}
 
 
 async def test_a_full_engine_gets_back_what_the_canary_displaced(bench: Bench) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaptersync_tools.bench.decision import Decision, judge
+from adaptersync_tools.bench.decision import BenchFailed, Decision, judge, moments
 from adaptersync_tools.bench.promotion import promised
 from adaptersync_tools.bench.result import Figure
 
@@ -20,6 +20,16 @@ def test_sizes_stand_against_the_smallest() -> None:
     assert figures[1].p50_s == pytest.approx(0.005)
     assert (target.bound, target.kind) == (3.0, "at most")
     assert target.value == pytest.approx(3.0)
+
+
+def test_the_servers_clock_says_when_the_last_ack_came_and_when_it_was_committed() -> None:
+    """Whatever the program that plays the replicas was busy with."""
+    ack, promoted = {"type": "replica.acked"}, {"type": "version.promoted"}
+    told = [("2050-0", promoted), ("2040-3", ack), ("2009-0", ack), ("1500-0", {"type": "adapter.published"})]
+    assert moments(told, 2) == (2.04, 2.05)
+    for size, entries in ((3, told), (2, told[1:])):
+        with pytest.raises(BenchFailed, match="other events"):
+            moments(entries, size)
 
 
 def test_one_size_promises_nothing() -> None:

@@ -12,7 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptersync_core.proof import CANARY_EFFECT, SCORED, Leg, Probe, Proof, Verdict, behave, commission, conclude, rms
+from adaptersync_core.proof import (
+    CANARY_EFFECT,
+    SCORED,
+    Leg,
+    Probe,
+    Proof,
+    Verdict,
+    behave,
+    commission,
+    conclude,
+    doubtful,
+    rms,
+)
 
 TOKENS = 256
 BFLOAT16 = 0.058  # rms noise of a bfloat16 engine, a token
@@ -118,6 +130,7 @@ def test_without_differences_behaviour_proves_nothing() -> None:
         moved = behave(base=base, version=noise(1, 1), deltas=deltas, noop=False, dtype="float32")
         assert still.verdict == moved.verdict == "below noise"
         assert "to the last bit" in still.reason
+        assert (doubtful(still), doubtful(moved)) == (True, False)
         assert "changed" in moved.reason
         assert all(isfinite(value) for value in (still.figures | moved.figures).values())
 
@@ -132,7 +145,9 @@ def test_figures_of_hardly_any_difference_are_numbers(size: float) -> None:
 
 def test_an_adapter_that_changes_nothing_cannot_be_seen() -> None:
     base = noise(0, 1)
-    assert "own manifest" in behave(base=base, version=base, deltas=noise(1, 1), noop=True, dtype="").reason
+    leg = behave(base=base, version=base, deltas=noise(1, 1), noop=True, dtype="")
+    assert "own manifest" in leg.reason
+    assert not doubtful(leg)
 
 
 def test_a_canary_must_change_the_answers() -> None:

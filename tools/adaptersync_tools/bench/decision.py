@@ -2,8 +2,8 @@
 
 Coordinator, routers and Redis servers are processes as in production; replicas are light (`light.py`). A request that
 asks each router for the version by its own id waits there from before the acks; its answer is the moment at which that
-router serves. Where the time goes is told by the event of the promotion, which carries the server's clock, and by the
-server's own measure of the script that commits it.
+router serves. When the last ack came, and when the promotion was committed, is told by their events, which carry the
+server's clock; what the script that commits it took, by the server's own measure.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Settings(Struct, frozen=True, kw_only=True):
 class Decision(Struct, frozen=True, kw_only=True):
     """One promotion. `decided_s`: from the last ack to the commit, which itself takes the server `script_s`.
 
-    `served_s`: from the commit until all serve. It and `decided_s` make up `total_s`; both are known to a millisecond.
+    `served_s`: from the commit until all serve. It and `decided_s` make up `total_s`. All but `script_s` are known to a
+    millisecond, and may be that much too long, never too short.
     """
 
     total_s: float
@@ -167,15 +168,14 @@ class _Drive:
         fleet.release_acks()
         async with asyncio.timeout(LIMIT_S):
             served = await asyncio.gather(*asked)
-        committed = await _committed(fleet, version)
-        acked_at = fleet.acked_at[version]
+        acked, committed = await _acked_and_committed(fleet, version, self._size)
         # both clocks are this host's; they are compared here, when neither can have been set since
-        offset = time.time() - time.monotonic()
+        served_at = max(served) + time.time() - time.monotonic()
         return Decision(
-            total_s=max(served) - acked_at,
-            decided_s=committed - offset - acked_at,
+            total_s=served_at - acked,
+            decided_s=committed - acked,
             script_s=await _script_s(fleet.registry.client),
-            served_s=max(served) + offset - committed,
+            served_s=served_at - committed,
         )
 
     async def _wait_until_held(self, session: aiohttp.ClientSession) -> None:
@@ -213,13 +213,21 @@ async def _holds(session: aiohttp.ClientSession, url: str) -> bool:
         return bool((await answer.json())["held"])
 
 
-async def _committed(fleet: LightFleet, version: str) -> float:
-    """When the promotion was committed, on the server's wall clock."""
+async def _acked_and_committed(fleet: LightFleet, version: str, size: int) -> tuple[float, float]:
+    """When the last replica's ack was taken, and the promotion committed, on the server's wall clock."""
     entries = await fleet.registry.client.command("XREVRANGE", fleet.registry.keys.events, "+", "-", "COUNT", 4096)
+    return moments([(entry_id, fields) for entry_id, fields in entries if fields.get("version") == version], size)
+
+
+def moments(entries: Sequence[tuple[str, dict[str, str]]], size: int) -> tuple[float, float]:
+    """Of a version's events, in any order: the last of all acks, and the promotion, in seconds."""
+    at: dict[str, list[float]] = {}
     for entry_id, fields in entries:
-        if fields.get("type") == "version.promoted" and fields.get("version") == version:
-            return int(entry_id.partition("-")[0]) / 1000
-    raise BenchFailed("its promotion left no event", version=version)
+        at.setdefault(fields["type"], []).append(int(entry_id.partition("-")[0]) / 1000)
+    acks, promotions = at.get("replica.acked", []), at.get("version.promoted", [])
+    if len(acks) != size or len(promotions) != 1:
+        raise BenchFailed("a version left other events than one promotion and an ack of each replica", acks=len(acks))
+    return max(acks), promotions[0]
 
 
 async def _script_s(client: RedisClient) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import Self
 
@@ -35,10 +34,9 @@ PHASES = {
 
 
 class LightFleet:
-    """`acked_at` is when the last replica's ack of a version had been accepted, on this host's monotonic clock."""
+    """Replicas of one process: it is busy with all of them, so the server's clock tells better when each has spoken."""
 
     def __init__(self, config: Config, replicas: int) -> None:
-        self.acked_at: dict[str, float] = {}
         self._config = config
         self._client = RedisClient(config.redis.control_url, name="light-replicas")
         self.registry = Registry(self._client, Keys(config.group.name))
@@ -112,7 +110,6 @@ class LightFleet:
                 await self._may_ack.wait()
                 ack = self._ack
                 await self._all(ack(name, version) for name in self._names)
-                self.acked_at[version] = time.monotonic()
             if gone:
                 await self._all(self._unloaded(name, gone) for name in self._names)
             await self._bell.wait(self._config.agent.heartbeat_s)

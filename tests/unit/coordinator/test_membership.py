@@ -162,7 +162,7 @@ def test_who_falls_silent_at_the_floor_is_kept_and_marked_until_it_is_heard_agai
     world = after(ready(replicas=2, min_ready=2), "silence r1", "later 6", "coordinate")
     member, generation = world.table.members["r1"], world.table.generation
     assert members(world) == {"r1": "ready", "r2": "ready"}
-    assert (member.silent, world.table.silent()) == (True, {"r1"})
+    assert (member.silent, world.table.silent()) == (True, frozenset({"r1"}))
     assert member.reason == "silent: no heartbeat for 6.0 s; kept, since no fewer than 2 are to be ready"
     assert after(world, "later 6", "coordinate").table.generation == generation
     world = after(world, "speak r1", "report", "coordinate")
@@ -173,7 +173,7 @@ def test_who_falls_silent_at_the_floor_is_kept_and_marked_until_it_is_heard_agai
 def test_one_kept_at_the_floor_is_ejected_once_it_can_be_spared() -> None:
     world = after(ready(replicas=3, min_ready=2), "drain r3", "report", "coordinate", "silence r1", "later 6")
     world = after(world, "coordinate")
-    assert (members(world)["r1"], world.table.silent()) == ("ready", {"r1"})
+    assert (members(world)["r1"], world.table.silent()) == ("ready", frozenset({"r1"}))
     world = after(world, "undrain r3", "report", "coordinate")
     assert members(world) == {"r1": "ejected", "r2": "ready", "r3": "ready"}
 

@@ -93,26 +93,32 @@ class SeenRouter(Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(Struct, frozen=True, kw_only=True):
-    """A run as its trainer wrote it. `ended_by` is an operator's reason, where the trainer did not end it itself."""
+    """A run as its trainer wrote it. `ended_by` is an operator's reason, where the trainer did not end it itself.
+
+    `heartbeat_ms` is when its trainer was last heard of, by the control server's clock; 0 when it was not.
+    """
 
     epoch: int
     seq: int
     max_staleness: int
     ended_at: float = 0.0
     ended_by: str = ""
+    heartbeat_ms: int = 0
 
 
 class Request(Struct, frozen=True, kw_only=True):
     """What an operator asks for: `rollback` voids the current version of `run` (to `version`, or the one before).
 
     Where `version` is on its way in, it is given up and nothing is voided. `admit` promotes a version that waits at
-    the gate, `refuse` rolls it back.
+    the gate, `refuse` rolls it back. `current` is what whoever asks for a rollback saw as the run's current version,
+    empty for none: once another is, the request is refused. None voids whatever is current when it is answered.
     """
 
     kind: str
     run: str
     version: str = ""
     reason: str = ""
+    current: str | None = None
 
 
 Want = Literal["", "room", "time"]

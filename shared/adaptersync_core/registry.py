@@ -281,7 +281,7 @@ class Registry:
             raise Conflict(f"decision no longer holds: {' '.join(str(part) for part in reply)}", generation=before)
 
     async def restore(
-        self, lease: Leadership, table: Table, runs: Mapping[str, RunRecord], fates: Mapping[str, VersionRecord]
+        self, lease: Leadership, table: Table, runs: Mapping[str, RunRecord], records: Mapping[str, VersionRecord]
     ) -> None:
         """Put back a control state that was lost; `table` carries its new incarnation and generation."""
         keys = [self.keys.control, self.keys.table, self.keys.events, self.keys.runs]
@@ -304,7 +304,8 @@ class Registry:
                 for name, run in runs.items()
             ],
             "records": [
-                (place(self.keys.version(name)), VERSION_TTL_S, record_fields(record)) for name, record in fates.items()
+                (place(self.keys.version(name)), VERSION_TTL_S, record_fields(record))
+                for name, record in records.items()
             ],
         }
         text = msgspec.json.encode(state)

@@ -59,7 +59,8 @@ class Member(Struct, frozen=True, kw_only=True):
 class RunEntry(Struct, frozen=True, kw_only=True):
     """One run. `considered` is the highest sequence number that has been taken up or passed over.
 
-    `ended_at` is when its trainer said that nothing more comes; 0 while it may.
+    `ended_at` is when its trainer, or an operator, said that nothing more comes, once all that came before is
+    considered; 0 while more may come.
     """
 
     epoch: int

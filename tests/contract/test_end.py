@@ -126,6 +126,21 @@ async def _heard_once_more(registry: Registry) -> None:
     await wait_until(heard_again, what="the trainer says that it lives")
 
 
+async def test_the_status_says_which_trainers_live(registry: Registry, capsys: pytest.CaptureFixture[str]) -> None:
+    for run in ("lives", "hangs", "closed"):
+        await registry.begin_run(run, nonce=run, max_staleness=1, trainer="host")
+    await registry.client.command("HINCRBY", registry.keys.run("hangs"), "heartbeat_ms", -90_000)
+    await registry.end_run("closed", epoch=1)
+    await asyncio.to_thread(main, ["status", "--json"])
+    runs = orjson.loads(capsys.readouterr().out)["runs"]
+    assert {run["run"]: run["trainer"] for run in runs} == {"lives": "alive", "hangs": "silent", "closed": "ended"}
+    await asyncio.to_thread(main, ["status"])
+    rows = {line.split()[0]: line.rstrip() for line in capsys.readouterr().out.splitlines() if line.split()}
+    assert rows["lives"].endswith(" alive")
+    assert rows["closed"].endswith(" ended")
+    assert " silent 9" in rows["hangs"]
+
+
 async def test_what_is_held_up_is_in_the_status(
     config: Config, registry: Registry, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

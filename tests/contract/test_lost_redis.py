@@ -163,6 +163,9 @@ async def test_an_emptied_redis_is_rebuilt_and_nothing_voided_returns(
     record = await group.registry.version(bad)
     assert record is not None
     assert (record.state, record.reason) == ("voided", "bad")
+    served = await group.registry.version(first)
+    assert served is not None
+    assert served.state == "current"
     await wait_until(lambda: group.view.table.incarnation != before.incarnation)
     following = await group.publish(publisher)
     assert int(following.split("-v")[1].split("-")[0]) > NUMBERS_GAP
@@ -170,6 +173,23 @@ async def test_an_emptied_redis_is_rebuilt_and_nothing_voided_returns(
     assert await group.current() == following
     numbers = [seq for _, seq in await group.registry.published("run")]
     assert len(numbers) == len(set(numbers)) == 3
+
+
+async def test_who_waits_for_a_version_that_is_current_hears_of_it_after_redis_was_emptied(
+    group: Group, publisher: AdapterPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def asleep() -> None:
+        pass
+
+    with monkeypatch.context() as busy:
+        busy.setattr(publisher, "_look", asleep)
+        publication = await asyncio.to_thread(publisher.publish, group.adapter())
+        await wait_until(lambda: _holds(group, publication.adapter_id))
+        before = await group.table()
+        await group.client.command("FLUSHALL")
+        await wait_until(lambda: _newer(group, before))
+    assert publication.outcome is None
+    assert (await asyncio.to_thread(publication.wait, 10)).state == "current"
 
 
 async def _newer(group: Group, before: Table) -> bool:

@@ -32,6 +32,9 @@ STATE_STYLES = {
     "ejected": "bold red",
     "rolled_back": "bold red",
     "voided": "bold red",
+    "alive": "green",
+    "silent": "red",
+    "ended": "dim",
 }
 EVENT_STYLES = {
     "version.promoted": "bold green",

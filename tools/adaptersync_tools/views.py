@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct
 
 from adaptersync.coordinator.membership import slots_of
+from adaptersync_core.keys import TRAINER_ALIVE_S
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.records import Ack, Fleet, SeenReplica
+from adaptersync_core.records import Ack, Fleet, RunRecord, SeenReplica
 from adaptersync_core.rollouts import UNKNOWN, Row
 from adaptersync_core.table import Member, RunEntry
 from adaptersync_tools.waits import WaitView
@@ -37,7 +38,10 @@ class ReplicaView(Struct, frozen=True, kw_only=True):
 
 
 class RunView(Struct, frozen=True, kw_only=True):
-    """`waiting` publications were not taken up yet; `replicas` of `ready` accepted the current version."""
+    """`waiting` publications were not taken up yet; `replicas` of `ready` accepted the current version.
+
+    `trainer` is alive, silent or ended; `heard_s` since it was last heard of, None when it never was.
+    """
 
     run: str
     epoch: int
@@ -48,6 +52,8 @@ class RunView(Struct, frozen=True, kw_only=True):
     waiting: int
     replicas: int
     ready: int
+    trainer: str
+    heard_s: float | None
 
 
 class RouterView(Struct, frozen=True, kw_only=True):
@@ -201,6 +207,7 @@ def _run(fleet: Fleet, run: str) -> RunView:
         for name in ready
         if (ack := fleet.acks.get(name, {}).get(entry.current or "")) and _serves(ack, epochs.get(name, ""))
     ]
+    trainer, heard_s = _trainer(fleet.runs.get(run), fleet.now)
     return RunView(
         run=run,
         epoch=fleet.runs[run].epoch if run in fleet.runs else entry.epoch,
@@ -211,7 +218,16 @@ def _run(fleet: Fleet, run: str) -> RunView:
         waiting=len(fleet.published.get(run, ())),
         replicas=len(holding),
         ready=len(ready),
+        trainer=trainer,
+        heard_s=heard_s,
     )
+
+
+def _trainer(known: RunRecord | None, now: float) -> tuple[str, float | None]:
+    heard_s = max(0.0, now - known.heartbeat_ms / 1000) if known and known.heartbeat_ms else None
+    if known and known.ended_at:
+        return "ended", heard_s
+    return "silent" if heard_s is None or heard_s >= TRAINER_ALIVE_S else "alive", heard_s
 
 
 def _serves(ack: Ack, engine_epoch: str) -> bool:

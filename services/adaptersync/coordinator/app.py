@@ -19,6 +19,7 @@ from adaptersync.coordinator.recovery import (
     refused,
     renewed,
     restored,
+    restored_records,
     stored_manifests,
 )
 from adaptersync_core.bus import Bell, ring_on_events
@@ -177,7 +178,7 @@ class Coordinator:
         await asyncio.to_thread(self._journal.begin, self._term, after)
         considered = {run: entry.considered for run, entry in table.runs.items()}
         await self._registry.announce_again(manifests, considered)
-        await self._registry.restore(lease, table, runs, known.fates)
+        await self._registry.restore(lease, table, runs, restored_records(table, known.fates))
         self._known = after
 
     async def _follow_up(self, decision: Decision) -> None:

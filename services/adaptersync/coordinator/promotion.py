@@ -23,15 +23,20 @@ from adaptersync_core.records import Ack, Fleet, Want
 from adaptersync_core.registry import PUBLICATIONS_AT_ONCE
 from adaptersync_core.table import ROUTABLE, LiveVersion, RunEntry
 
+MORE_ROOM = "end a run with adaptersync end, or raise --max-loras"
+
 
 def runs(fleet: Fleet, config: Config) -> Draft | None:
-    """Take in runs that began, and trainers that took over: what an older one had on its way in is superseded."""
+    """Take in runs that began, and trainers that took over: what an older one had on its way in is superseded.
+
+    A run has ended once all that was published before its end is considered: until then more of it may be served.
+    """
     draft = Draft(fleet)
     for name, record in fleet.runs.items():
         entry = fleet.table.runs.get(name, RunEntry(epoch=0, max_staleness=0))
-        draft.runs[name] = replace(
-            entry, epoch=record.epoch, max_staleness=record.max_staleness, ended_at=record.ended_at
-        )
+        waiting = any(manifest.seq > entry.considered for manifest in fleet.published.get(name, ()))
+        ended_at = 0.0 if waiting else record.ended_at
+        draft.runs[name] = replace(entry, epoch=record.epoch, max_staleness=record.max_staleness, ended_at=ended_at)
         candidate = fleet.table.candidate(name)
         if candidate is not None and fleet.table.versions[candidate].epoch != record.epoch:
             _supersede(draft, candidate, f"trainer epoch {record.epoch} began", live=True)
@@ -58,7 +63,7 @@ def take_up(fleet: Fleet, config: Config) -> Draft | None:
                     fleet,
                     run,
                     newer,
-                    f"capacity: {held} of {slots} adapters that replicas can hold are current versions",
+                    f"capacity: {held} of {slots} adapters that replicas can hold are current versions; {MORE_ROOM}",
                 )
             )
         draft = Draft(fleet)

@@ -47,6 +47,19 @@ def restored(known: Recollection, present: Table, *, incarnation: str, now: floa
     return replace(table, incarnation=incarnation, restored_at=now, members=members)
 
 
+def restored_records(table: Table, fates: Mapping[str, VersionRecord]) -> dict[str, VersionRecord]:
+    """What is written of each version: of one in the restored table what it is there, else the fate that is known."""
+    live = {
+        name: VersionRecord(
+            state=version.fate if version.state == "retiring" and version.fate != "retired" else version.state,
+            generation=version.changed_in,
+            at=version.since,
+        )
+        for name, version in table.versions.items()
+    }
+    return live | dict(fates)
+
+
 def renewed(fleet: Fleet, fates: Mapping[str, VersionRecord]) -> Decision:
     """A term's first decision when there is no other: whoever saw a table that was lost takes this for the newer.
 

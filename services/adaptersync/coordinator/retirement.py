@@ -138,6 +138,8 @@ def _roll_back(fleet: Fleet, draft: Draft, request: Request) -> str:
         draft.give_up(candidate, reason, fate="rolled_back")
         draft.events.append(VersionRolledBack(version=candidate, generation=draft.generation, reason=reason))
         return ""
+    if request.current is not None and request.current != (entry.current or ""):
+        return f"{entry.current or 'no version'} is current by now; this was asked about {request.current or 'none'}"
     earlier = [name for name in table.window(request.run) if name != entry.current]
     target = request.version or (earlier[0] if earlier else "")
     if target not in earlier or entry.current is None:

@@ -97,6 +97,13 @@ def resolve(
             raise _refusal(name, fate if fate.state in FINAL else known)
         return Hold(reason=f"version is {version.state}, not yet current")
     if not wanted.adapter_id and not wanted.seq and wanted.run in table.runs:
+        if table.runs[wanted.run].ended_at and table.candidate(wanted.run) is None:
+            raise Unroutable(
+                f"run {wanted.run} has ended, and its versions gave up their room",
+                status=410,
+                next_step="publish to the run again, or ask for another: see GET /v1/models",
+                model=name,
+            )
         return Hold(reason="run has no current version yet")
     if fate is None:
         return Ask(wanted=wanted)

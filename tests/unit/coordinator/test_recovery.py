@@ -7,7 +7,15 @@ from msgspec.structs import replace
 
 from adaptersync.coordinator.journal import Recollection
 from adaptersync.coordinator.protocol import decide
-from adaptersync.coordinator.recovery import exposed, highest_numbers, lost, refused, renewed, restored
+from adaptersync.coordinator.recovery import (
+    exposed,
+    highest_numbers,
+    lost,
+    refused,
+    renewed,
+    restored,
+    restored_records,
+)
 from adaptersync_core.events import VersionVoided
 from adaptersync_core.records import Leadership, RunRecord, VersionRecord
 from adaptersync_core.table import Table
@@ -63,6 +71,23 @@ def test_what_was_about_to_be_voided_is_not_restored_and_the_one_before_is_curre
     assert (table.runs["run1"].current, table.window("run1")) == (V[1], [V[1]])
     assert (table.versions[V[2]].state, table.versions[V[2]].fate) == ("retiring", "voided")
     assert not table.versions[V[2]].drained  # a router may still have requests on it
+
+
+def test_what_the_restored_table_serves_has_its_records_again() -> None:
+    world = after(ready(), *["publish run1", "settle"] * 3, "publish run1", "coordinate")
+    voided = VersionRecord(state="voided", reason="bad", generation=99)
+    gone = VersionRecord(state="retired", generation=3)
+    known = Recollection(table=world.table, fates={V[3]: voided, V[9]: gone})
+    table = restored(known, Table(), incarnation="t9", now=5000.0)
+    written = restored_records(table, known.fates)
+    assert (written.pop(V[3]), written.pop(V[9])) == (voided, gone)
+    assert {name: record.state for name, record in written.items()} == {
+        name: version.state for name, version in table.versions.items() if name != V[3]
+    }
+    assert (written[V[2]].state, written[V[2]].at, written[V[2]].generation) == ("current", 5000.0, table.generation)
+    assert (written[V[4]].state, written[V[4]].at) == ("staging", world.table.versions[V[4]].since)
+    given_up = replace(table.versions[V[4]], state="retiring", fate="superseded")  # and its fate is not known any more
+    assert restored_records(replace(table, versions={V[4]: given_up}), {})[V[4]].state == "superseded"
 
 
 def test_the_first_decision_of_a_term_carries_out_what_was_about_to_be_refused() -> None:

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from adaptersync_core.events import RequestRefused, VersionRetiring, VersionVoided
+from adaptersync_core.records import Request
 from support.stories import V, after, fate, members, ready, states
 from support.world import World, apply, coordinate, name_of, new_world, settle
 
@@ -144,6 +145,25 @@ def test_what_cannot_be_done_is_refused_with_a_reason_and_changes_nothing(run: s
     assert (world.table.versions, world.table.runs) == (before.table.versions, before.table.runs)
 
 
+@pytest.mark.parametrize("version", ["", V[1], V[2]])
+@pytest.mark.parametrize("seen", ["", V[2]])
+def test_a_rollback_that_is_answered_when_another_version_is_current_is_refused(seen: str, version: str) -> None:
+    """Asked for when `seen` was current, and answered late."""
+    before = three_promoted()
+    asked = Request(kind="rollback", run="run1", version=version, reason="bad", current=seen)
+    world = coordinate(replace(before, requests={"q": asked}))
+    reason = f"{V[3]} is current by now; this was asked about {seen or 'none'}"
+    assert world.events[-1] == RequestRefused(request="q", reason=reason)
+    assert (world.requests, world.table.versions) == ({}, before.table.versions)
+
+
+def test_two_rollbacks_of_one_version_void_it_once() -> None:
+    asked = Request(kind="rollback", run="run1", reason="bad", current=V[3])
+    world = settle(replace(three_promoted(), requests={"a": asked, "b": asked}))
+    assert world.table.runs["run1"].current == V[2]
+    assert [event.request for event in world.events if isinstance(event, RequestRefused)] == ["b"]
+
+
 def test_without_an_earlier_version_there_is_nothing_to_go_back_to() -> None:
     for world in (ready(), after(ready(), "publish run1", "settle")):
         world = coordinate(apply(world, ("ask", "q", "run1", "")))
@@ -226,7 +246,10 @@ def test_the_longest_window_makes_room_for_another_run() -> None:
 def test_a_run_that_would_take_the_last_slot_is_refused_and_the_others_go_on() -> None:
     world = ready(runs=3, max_staleness=1, slots=3)
     world = after(world, *(word for run in (1, 2, 3, 1, 2) for word in (f"publish run{run}", "settle")))
-    reason = "capacity: 2 of 3 adapters that replicas can hold are current versions"
+    reason = (
+        "capacity: 2 of 3 adapters that replicas can hold are current versions; end a run with adaptersync end, "
+        "or raise --max-loras"
+    )
     assert fate(world, name_of("run3", 1)) == ("rolled_back", reason)
     assert world.records[name_of("run3", 1)].want == "room"
     assert [world.table.runs[f"run{run}"].current for run in (1, 2)] == [name_of(f"run{run}", 2) for run in (1, 2)]

@@ -27,6 +27,15 @@ def test_an_ended_run_keeps_its_window_while_nobody_needs_the_room() -> None:
     assert world.table.window("run1") == [V[2], V[1]]
 
 
+def test_a_run_has_ended_once_what_it_published_is_considered() -> None:
+    """Until then a request for it is held: more of it may be served."""
+    world = after(ready(), "publish run1", "settle", "publish run1", "coordinate", "publish run1")
+    world = after(replace(world, runs={"run1": replace(world.runs["run1"], ended_at=1.0)}), "decide")
+    assert world.table.runs["run1"].ended_at == 0.0
+    world = settle(world)
+    assert (world.table.runs["run1"].current, world.table.runs["run1"].ended_at) == (V[3], 1.0)
+
+
 def test_an_ended_run_gives_up_what_is_behind_its_current_version_when_another_needs_room() -> None:
     world = after(ended(full(), "run1"), "publish run2", "settle")
     assert world.table.runs["run2"].current == name_of("run2", 3)

@@ -87,6 +87,22 @@ def test_names_by_the_records(name: str, state: str, expected: object) -> None:
     assert outcome(name, fate=Fate(state=state, adapter_id=version_name(9))) == expected
 
 
+def test_a_run_that_ended_and_has_nothing_left_is_refused_at_once() -> None:
+    def table(state: LiveState | None, ended_at: float) -> Table:
+        found = make_table({V5: state} if state else {}, {}, runs={"run-a": V5 if state == "current" else None})
+        return msgspec.structs.replace(
+            found, runs={"run-a": msgspec.structs.replace(found.runs["run-a"], ended_at=ended_at)}
+        )
+
+    with pytest.raises(Unroutable, match="run run-a has ended, and its versions gave up their room") as refusal:
+        resolve(table(None, 1.0), "run-a", base_model="base")
+    assert refusal.value.status == 410
+    assert outcome("run-a@current", table=table("retiring", 1.0)) == 410
+    assert outcome("run-a", table=table("staging", 1.0)) == "hold"
+    assert outcome("run-a", table=table("current", 1.0)) == V5
+    assert outcome("run-a", table=table(None, 0.0)) == "hold"
+
+
 def test_the_table_wins_over_what_was_read_before() -> None:
     assert outcome(V3, fate=Fate(state="published")) == V3
     assert outcome(V3, fate=Fate()) == V3

@@ -168,3 +168,22 @@ def test_events_are_told(fields: dict[str, str], subject: str, text: str) -> Non
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert views.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("heartbeat_s", "ended_at", "trainer", "heard_s"),
+    [
+        (NOW - 3, 0.0, "alive", 3.0),
+        (NOW + 3, 0.0, "alive", 0.0),  # the server's clock was set back
+        (NOW - 40, 0.0, "silent", 40.0),
+        (0, 0.0, "silent", None),  # not heard of since Redis was lost
+        (NOW - 3, NOW - 2, "ended", 3.0),
+    ],
+)
+def test_whether_the_trainer_of_a_run_lives(
+    heartbeat_s: float, ended_at: float, trainer: str, heard_s: float | None
+) -> None:
+    found = fleet()
+    run = replace(found.runs["my-run"], heartbeat_ms=int(heartbeat_s * 1000), ended_at=ended_at)
+    (view,) = status(replace(found, runs={"my-run": run})).runs
+    assert (view.trainer, view.heard_s) == (trainer, heard_s)

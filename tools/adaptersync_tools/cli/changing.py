@@ -11,13 +11,14 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from adaptersync_core.errors import AdapterInvalid, ControlError, NameInvalid, PublicationFailed
+from adaptersync_core.errors import AdapterInvalid, ControlError, ControlUnavailable, NameInvalid, PublicationFailed
 from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.keys import TRAINER_ALIVE_S
 from adaptersync_core.queue import enqueue_verification
 from adaptersync_core.records import Request
 from adaptersync_core.registry import Registry
-from adaptersync_tools.cli.common import config_option, json_option, settings, timeout_option, visit
+from adaptersync_core.table import RunEntry, Table
+from adaptersync_tools.cli.common import VISIT_S, config_option, json_option, settings, timeout_option, visit
 from adaptersync_tools.output import console, print_json, state
 
 LOOK_S = 0.1
@@ -80,7 +81,8 @@ def rollback(run: str, config_path: Path | None, version: str, reason: str, time
     """Void the current version and serve an earlier one.
 
     Requests in flight on the voided version finish; no new ones are admitted to it. A version that is on its way in,
-    named with --to, is given up instead, and nothing else changes.
+    named with --to, is given up instead, and nothing else changes. It is about the version that is current when it is
+    asked for: once another is current it is refused, so a repeat voids nothing more.
 
     \b
     Example:
@@ -89,17 +91,19 @@ def rollback(run: str, config_path: Path | None, version: str, reason: str, time
     if version:
         parse_adapter_id(version)
 
-    request = Request(kind="rollback", run=run, version=version, reason=reason)
-    done = partial(rolled_back, run=run, version=version)
-    told = visit(settings(config_path), lambda registry: ask(registry, request, done), timeout_s=timeout_s)
-    console().print(rollback_told(told))
+    async def call(registry: Registry) -> dict[str, str]:
+        table = await registry.table()
+        current = _entry(table, run).current or ""
+        about = version if version and version == table.candidate(run) else current
+        request = Request(kind="rollback", run=run, version=version, reason=reason, current=current)
+        return await ask(registry, request, partial(rolled_back, about=about), about=about, timeout_s=timeout_s)
+
+    console().print(rollback_told(visit(settings(config_path), call, timeout_s=timeout_s + VISIT_S)))
 
 
-def rolled_back(event: dict[str, str], *, run: str, version: str) -> bool:
-    """Whether an event says that a rollback was done: the current version voided, or `version` given up."""
-    if event.get("type") == "version.voided":
-        return parse_adapter_id(event["version"]).run == run
-    return event.get("type") == "version.rolled_back" and event["version"] == version
+def rolled_back(event: dict[str, str], *, about: str) -> bool:
+    """Whether an event says that a rollback was done: the version it is about was voided, or given up."""
+    return event.get("type") in ("version.voided", "version.rolled_back") and event["version"] == about
 
 
 def rollback_told(event: dict[str, str]) -> Text:
@@ -152,23 +156,41 @@ def gate(verdict: str, run: str, version: str, config_path: Path | None, reason:
     def done(fields: dict[str, str]) -> bool:
         return fields.get("type") in ends and fields["version"] == version
 
-    request = Request(kind=verdict, run=run, version=version, reason=reason)
-    told = visit(settings(config_path), lambda registry: ask(registry, request, done), timeout_s=timeout_s)
+    async def call(registry: Registry) -> dict[str, str]:
+        _entry(await registry.table(), run)
+        request = Request(kind=verdict, run=run, version=version, reason=reason)
+        return await ask(registry, request, done, about=version, timeout_s=timeout_s)
+
+    told = visit(settings(config_path), call, timeout_s=timeout_s + VISIT_S)
     end = ends[told["type"]]
     if (end == "current") != (verdict == "admit"):
         raise ControlError(f"version is {end}: {told.get('reason', '')}", version=version)
     console().print(Text.assemble((version, "bold"), " is ", state(end)))
 
 
-async def ask(registry: Registry, request: Request, done: Callable[[dict[str, str]], bool]) -> dict[str, str]:
-    """Ask the coordinator, and return the event that says it is done."""
-    runs = (await registry.table()).runs
-    if request.run not in runs:
-        raise NameInvalid("no such run", next_step=f"known runs: {', '.join(runs) or 'none'}", run=request.run)
+def _entry(table: Table, run: str) -> RunEntry:
+    if run not in table.runs:
+        raise NameInvalid("no such run", next_step=f"known runs: {', '.join(table.runs) or 'none'}", run=run)
+    return table.runs[run]
+
+
+async def ask(
+    registry: Registry, request: Request, done: Callable[[dict[str, str]], bool], *, about: str, timeout_s: float
+) -> dict[str, str]:
+    """Ask the coordinator, and return the event that says it is done; `about` is the version that is in question."""
     newest = await registry.client.command("XREVRANGE", registry.keys.events, "+", "-", "COUNT", 1)
     after = newest[0][0] if newest else "0"
     request_id = await registry.request(request)
-    return await answer(registry, done, after=after, run=request.run, request=request_id)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await answer(registry, done, after=after, run=request.run, request=request_id)
+    except TimeoutError:
+        raise ControlUnavailable(
+            "no coordinator answered in time",
+            next_step=f"see adaptersync status; the request stays queued, and is about {about or 'no version'} only",
+            run=request.run,
+            request=request_id,
+        ) from None
 
 
 async def answer(

@@ -103,10 +103,11 @@ def _print_status(view: views.StatusView) -> None:
             len(each.window),
             each.candidate,
             each.waiting,
+            Text.assemble(state(each.trainer), f" {seconds(each.heard_s)}" if each.trainer == "silent" else ""),
         )
         for each in view.runs
     ]
-    columns = ("run!", "epoch>", "current!", "for>", "replicas>", "window>", "candidate", "waiting>")
+    columns = ("run!", "epoch>", "current!", "for>", "replicas>", "window>", "candidate", "waiting>", "trainer!")
     out.print(table("Runs", columns, runs) if runs else Text("no runs yet: adaptersync publish --help", "dim"))
     routers = [
         (each.router, each.url, each.generation, each.behind, each.inflight, seconds(each.age_s))

@@ -136,6 +136,7 @@ async def test_the_status_says_which_trainers_live(registry: Registry, capsys: p
     assert {run["run"]: run["trainer"] for run in runs} == {"lives": "alive", "hangs": "silent", "closed": "ended"}
     await asyncio.to_thread(main, ["status"])
     rows = {line.split()[0]: line.rstrip() for line in capsys.readouterr().out.splitlines() if line.split()}
+    assert rows["run"].endswith(" trainer")
     assert rows["lives"].endswith(" alive")
     assert rows["closed"].endswith(" ended")
     assert " silent 9" in rows["hangs"]

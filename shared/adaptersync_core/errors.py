@@ -7,7 +7,8 @@
     ├── StoreError           the artifact store could not be written or read
     │   ├── NameTaken        the name exists with other bytes; a name is never rewritten
     │   ├── ArtifactCorrupt  bytes differ from what the manifest says
-    │   └── StagingFailed    this host's own disk failed, which says nothing of the version
+    │   ├── StagingFailed    this host's own disk failed, which says nothing of the version
+    │   └── StoreGone        what is there is not the group's store; its mount may come back
     ├── ControlError         Redis said no, or could not be asked
     │   ├── ControlUnavailable
     │   ├── Forgotten        Redis stands at an older state than the caller's
@@ -96,6 +97,11 @@ class ArtifactCorrupt(StoreError):
 class StagingFailed(StoreError):
     code = "staging-failed"
     own_fault = True
+
+
+class StoreGone(StoreError):
+    code = "store-gone"
+    retryable = True
 
 
 class ControlError(AdapterSyncError):

@@ -39,6 +39,7 @@ INFLIGHT_TTL_S = 60  # in-flight counts when no router is left
 
 SPECS = (
     KeySpec(pattern="control", type="hash", server="control", writer="coordinator", bound="6 fields"),
+    KeySpec(pattern="store", type="string", server="control", writer="all", bound="an id"),
     KeySpec(
         pattern="table",
         type="string",
@@ -130,6 +131,7 @@ class Keys:
         self.group = check_name("group", group)
         self._head = f"{PREFIX}:{{{group}}}:"
         self.control = self._head + "control"
+        self.store = self._head + "store"
         self.table = self._head + "table"
         self.events = self._head + "events"
         self.rollouts = self._head + "rollouts"

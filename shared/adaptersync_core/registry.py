@@ -331,6 +331,16 @@ class Registry:
 
     # everyone
 
+    async def store_id(self) -> str:
+        """What the group knows its store by; nothing before anybody wrote there."""
+        return await self.client.command("GET", self.keys.store) or ""
+
+    async def settle_store_id(self, mine: str) -> str:
+        """The same, and it is `mine` from now on where there was none."""
+        key = self.keys.store
+        _, known = await self.client.pipeline([("SET", key, mine, "NX"), ("GET", key)])
+        return known or mine
+
     async def table(self) -> Table:
         """The present table; an empty one before the first decision."""
         return _table(await self.client.command("GET", self.keys.table))

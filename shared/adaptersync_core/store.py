@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import secrets
 import shutil
@@ -19,13 +20,15 @@ from typing import BinaryIO, Protocol
 import msgspec
 
 from adaptersync_core import markers
-from adaptersync_core.errors import ArtifactCorrupt, NameInvalid, NameTaken, StoreError
+from adaptersync_core.errors import AdapterInvalid, ArtifactCorrupt, NameInvalid, NameTaken, StoreError
 from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.manifest import CHUNK, MANIFEST_FILE, MANIFEST_LIMIT, FileEntry, Manifest, hash_file
 
 FILE_MODE = 0o644  # readable by the serving side whatever user it runs as; safetensors writes 0600
 DIRECTORY_MODE = 0o755
 STAGING_S = 86400.0  # a publication that began so long ago is not on its way any more
+
+log = logging.getLogger(__name__)
 
 
 class Reader(Protocol):
@@ -53,7 +56,7 @@ class ArtifactStore:
     def publish(self, manifest: Manifest, source: Path) -> Path:
         """Put the files of `source` under the manifest's name, all or nothing. A repeat is a no-op.
 
-        NameTaken when the name exists with another manifest, ArtifactCorrupt when `source` changed since it was hashed.
+        NameTaken when the name exists with another manifest, AdapterInvalid when `source` changed since it was hashed.
         """
         place = self.directory(manifest.adapter_id)
         if place.exists():
@@ -71,7 +74,11 @@ class ArtifactStore:
             sync_directory(staging)
             staging.rename(place)
             sync_directory(place.parent)
+        except ArtifactCorrupt as error:
+            raise _changed(manifest, source, error.reason, error.ids.get("file")) from error
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and error.filename and Path(error.filename).parent == source:
+                raise _changed(manifest, source, "file vanished", Path(error.filename).name) from error
             if place.exists():  # another process published the same name in between
                 return self._same(manifest, place)
             raise StoreError(
@@ -138,11 +145,29 @@ class ArtifactStore:
                 yield from _versions_in(run)
 
     def highest(self, run: str) -> tuple[int, int]:
-        """The highest epoch and sequence number of a run's versions, by its newest; zeros when it has none."""
+        """The highest epoch and sequence number of a run's versions; zeros when it has none.
+
+        The epoch is that of the newest whose manifest can be read: a broken one must not end the run.
+        """
         names = _versions_in(self.root / run)
-        if not names:
-            return 0, 0
-        return self.read_manifest(names[-1]).epoch, parse_adapter_id(names[-1]).seq
+        epoch = 0
+        for name in reversed(names):
+            try:
+                epoch = self.read_manifest(name).epoch
+                break
+            except StoreError as error:
+                log.warning("trainer's epoch is looked for in an older version: %s", error)
+        return epoch, parse_adapter_id(names[-1]).seq if names else 0
+
+
+def _changed(manifest: Manifest, source: Path, what: str, file: str | float | None) -> AdapterInvalid:
+    return AdapterInvalid(
+        f"source changed while it was published: {what}",
+        next_step="publish a directory nobody writes to; nothing was published",
+        version=manifest.adapter_id,
+        source=str(source),
+        file=file,
+    )
 
 
 def _versions_in(run: Path) -> list[str]:

@@ -101,6 +101,15 @@ async def test_a_manifest_that_was_changed_is_found(config: Config, version: str
     assert verdict.reason == "stored manifest is not the announced one"
 
 
+@pytest.mark.parametrize("content", ["{", None])
+async def test_a_manifest_that_cannot_be_read_is_a_verdict(config: Config, version: str, content: str | None) -> None:
+    manifest = weights(config, version).parent / "manifest.json"
+    manifest.unlink() if content is None else manifest.write_text(content)
+    assert (verdict := await verify(config, version)) is not None
+    assert "manifest cannot be read" in verdict.reason
+    assert [event.ok for event in await verdicts(config)] == [False]
+
+
 async def test_a_version_that_vanished_is_found(config: Config, version: str) -> None:
     directory = weights(config, version).parent
     directory.rename(directory.with_name("elsewhere"))

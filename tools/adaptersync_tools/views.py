@@ -6,6 +6,7 @@ Ages and waits are seconds. A view is healthy when nothing needs an operator; `p
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from msgspec import Struct
 
@@ -139,8 +140,12 @@ def status(
     lease_left_s: float,
     alive_s: float,
     waits: Sequence[WaitView] = (),
+    corrupt: Mapping[str, str] = MappingProxyType({}),
 ) -> StatusView:
-    """The fleet as it is, what is wrong with it, and what `waits`."""
+    """The fleet as it is, what is wrong with it, and what `waits`.
+
+    `corrupt` says of a live version what was found wrong with its stored bytes.
+    """
     replicas = list(_replicas(fleet))
     runs = [_run(fleet, run) for run in sorted(fleet.runs.keys() | fleet.table.runs.keys())]
     routers = [
@@ -160,6 +165,7 @@ def status(
         *_replica_problems(replicas, fleet.table.min_ready, alive_s),
         *(_run_problem(run) for run in runs if run.current and run.replicas < run.ready),
         *_router_problems(routers, alive_s),
+        *(_corrupt_problem(version, reason) for version, reason in sorted(corrupt.items())),
     ]
     return StatusView(
         group=group,
@@ -262,6 +268,22 @@ def _router_problems(routers: list[RouterView], alive_s: float) -> Iterator[str]
 
 def _run_problem(run: RunView) -> str:
     return f"{run.current} is held by {run.replicas} of {run.ready} ready replicas"
+
+
+def corrupt(records: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """What was found wrong with the stored bytes of versions, from the fields of their records."""
+    return {
+        version: record.get("verified_reason") or "no reason known"
+        for version, record in records.items()
+        if record.get("verified_ok") == "false"
+    }
+
+
+def _corrupt_problem(version: str, reason: str) -> str:
+    return (
+        f"stored {version} is corrupt or missing: {reason}; no replica can join while it is served: "
+        "roll back, or publish again until it has left the window; once its files are mended, adaptersync verify"
+    )
 
 
 def versions(facts: list[Facts], fleet: Fleet) -> list[VersionView]:

@@ -24,7 +24,7 @@ from adaptersync.coordinator.recovery import (
 )
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
-from adaptersync_core.errors import AdapterSyncError, Conflict, ControlError, Fenced
+from adaptersync_core.errors import AdapterSyncError, Conflict, ControlError, Fenced, StoreGone
 from adaptersync_core.events import VersionPromoted
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
@@ -34,6 +34,7 @@ from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.sightings import Sightings
 from adaptersync_core.store import ArtifactStore
+from adaptersync_core.store_identity import agree
 from adaptersync_core.telemetry import configure_logging
 
 ROUNDS = 1000  # decisions in one wake; more than any fleet needs, so that a mistake in a rule cannot spin for ever
@@ -52,16 +53,20 @@ async def _coordinate(config: Config) -> None:
     client = RedisClient(config.redis.control_url, name=config.coordinator.name)
     coordinator = Coordinator(config, Registry(client, keys))
     bell = Bell()
+    said = ""
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(ring_on_events(bell, config.redis.control_url, keys.events, name=config.coordinator.name))
             while True:
                 try:
                     await coordinator.work()
+                    said = ""
                 except AdapterSyncError as error:
                     if not error.retryable and not isinstance(error, Fenced):
                         raise
-                    log.warning("will try again: %s", error)
+                    if str(error) != said:  # once, not every tick until a mount is back
+                        log.warning("will try again: %s", error)
+                    said = str(error)
                 await bell.wait(config.coordinator.tick_s)
     finally:
         await coordinator.resign()
@@ -76,17 +81,30 @@ class Coordinator:
         self._registry = registry
         self._journal = Journal(Path(config.store.path), config.group.name)
         self._store = ArtifactStore(Path(config.store.path))
+        self._at_home = False
         self._known: Recollection | None = None
         self._lease: Leadership | None = None
         self._term = secrets.token_hex(8)
         self._sightings = Sightings()
 
     async def work(self) -> None:
-        """One wake: lead if possible, then decide until nothing is left to decide."""
-        for _ in range(ROUNDS):
-            lease = await self._lead()
-            if lease is None or not await self._decide_once(lease):
-                return
+        """One wake: lead if possible, then decide until nothing is left to decide.
+
+        Without the group's store it does not lead: another, on a host that has it, can.
+        """
+        try:
+            for _ in range(ROUNDS):
+                if not self._at_home:
+                    self._journal.store_id = await agree(self._registry, self._store.root, self._journal.store_id)
+                    self._at_home = True
+                lease = await self._lead()
+                if lease is None or not await self._decide_once(lease):
+                    return
+        except StoreGone:
+            await self.resign()
+            self._lease = None
+            self._another_term()
+            raise
         log.error("still deciding after %d rounds", ROUNDS)
 
     async def resign(self) -> None:
@@ -110,6 +128,7 @@ class Coordinator:
 
     def _another_term(self) -> None:
         self._known = None
+        self._at_home = False  # Redis may have lost which store it is
         self._term = secrets.token_hex(8)
         self._sightings = Sightings()
 
@@ -142,6 +161,7 @@ class Coordinator:
         return await self._carry_out(decision, fleet, lease)
 
     async def _carry_out(self, decision: Decision, fleet: Fleet, lease: Leadership) -> bool:
+        await asyncio.to_thread(self._journal.check)  # nothing is decided that could not be written down
         await self._note(intent(decision))
         try:
             await self._registry.decide(decision, lease, alive_s=self._config.coordinator.alive_s)

@@ -6,6 +6,8 @@ that was refused or voided never comes back, and one that was not promoted is ne
 Each term of a leader writes a file of its own, and only its leader writes it. It begins with all that was known when
 the term began, so that the file of the last term is enough, and nothing that a former leader still writes is read. A
 last line that was torn by a crash is as if it had not been written.
+
+It is written into the group's own store only: where a mount is gone, a journal begun anew would be a second one.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from msgspec import Struct
 from adaptersync_core.errors import StoreError
 from adaptersync_core.records import Decision, RunRecord, VersionRecord
 from adaptersync_core.store import DIRECTORY_MODE, sync_directory, write_durably
+from adaptersync_core.store_identity import check
 from adaptersync_core.table import Table
 
 REFUSALS = frozenset({"rolled_back", "voided", "superseded"})
@@ -81,10 +84,17 @@ class Journal:
     """One group's journal. Blocking: call it in a thread."""
 
     def __init__(self, store: Path, group: str) -> None:
+        self._store = store
         self._directory = store / ".coordinator" / group
+        self.store_id = ""  # what the group knows its store by; nothing: whatever is there
         self._path: Path | None = None
         self._number = 0
         self._lines = 0
+
+    def check(self) -> None:
+        """StoreGone when the store is not there to be written to."""
+        if self.store_id:
+            check(self._store, self.store_id)
 
     def recall(self) -> Recollection:
         """What the last term wrote; an empty recollection when nothing was ever written."""
@@ -104,6 +114,7 @@ class Journal:
     def begin(self, term: str, known: Recollection) -> None:
         """Begin the file of a term with all that is known; nothing of an earlier file is read from here on."""
         first = Entry(generation=known.table.generation, fates=known.fates, table=known.table, runs=known.runs)
+        self.check()
         path = self._directory / f"{self._number + 1:08d}-{term}.jsonl"
         try:
             if not self._directory.is_dir():
@@ -125,6 +136,7 @@ class Journal:
         path = self._path
         if path is None:
             raise StoreError("journal was not begun", path=str(self._directory))
+        self.check()
         if self._lines >= ENTRIES:
             self.begin(path.stem.partition("-")[2], known)
             return

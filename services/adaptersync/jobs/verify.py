@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from adaptersync_core.config import Config, load_config
-from adaptersync_core.errors import AdapterInvalid, ArtifactCorrupt, ControlError
+from adaptersync_core.errors import AdapterInvalid, ControlError, StoreError
 from adaptersync_core.keys import Keys
 from adaptersync_core.manifest import Manifest, content_digest, inspect
 from adaptersync_core.markers import Lookout
@@ -79,6 +79,6 @@ def judge(store: ArtifactStore, announced: Manifest) -> Verdict:
             return Verdict(ok=False, reason="digest of the manifest is not that of its files")
         if inspect(directory) != announced.shape:
             return Verdict(ok=False, reason="manifest tells of other tensors than the files hold")
-    except (ArtifactCorrupt, AdapterInvalid) as error:
+    except (StoreError, AdapterInvalid) as error:
         return Verdict(ok=False, reason=str(error))
     return Verdict(ok=True)

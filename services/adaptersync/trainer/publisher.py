@@ -31,7 +31,14 @@ from msgspec.structs import replace
 from adaptersync_core import markers
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
-from adaptersync_core.errors import AdapterSyncError, ConfigError, ControlUnavailable, Forgotten, PublicationFailed
+from adaptersync_core.errors import (
+    AdapterSyncError,
+    ConfigError,
+    ControlUnavailable,
+    Forgotten,
+    PublicationFailed,
+    StoreGone,
+)
 from adaptersync_core.events import REPORTS
 from adaptersync_core.identity import check_name
 from adaptersync_core.keys import Keys
@@ -42,8 +49,9 @@ from adaptersync_core.records import VersionRecord, Want
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.store import ArtifactStore
+from adaptersync_core.store_identity import agree
 
-INSIST_S = 30.0  # how long a call is repeated while Redis is away; every call is safe to repeat
+INSIST_S = 30.0  # how long a call is repeated while Redis or the store is away; every call is safe to repeat
 PAUSE_S = 0.2
 BEAT_S = 2.0  # how often it says that it lives; several times within TRAINER_ALIVE_S
 LOOK_S = 1.0  # how often outcomes are looked for when no event says so
@@ -123,6 +131,7 @@ class AdapterPublisher:
         self._incarnation = ""
         self.current_seq: int | None = None
         self._store = ArtifactStore(Path(config.store.path))
+        self._store_id = ""
         self._client = RedisClient(config.redis.control_url, name=f"trainer-{self.run}")
         keys = Keys(config.group.name)
         self._registry = Registry(self._client, keys)
@@ -210,6 +219,7 @@ class AdapterPublisher:
             return publication
 
     def _store_and_announce(self, draft: Manifest, directory: Path) -> Publication:
+        self._call(self._insist(self._find_store))
         nonce = secrets.token_hex(8)
         reserve = self._registry.reserve
         seq = self._call(
@@ -271,11 +281,15 @@ class AdapterPublisher:
     async def _begin(self) -> None:
         nonce, host = secrets.token_hex(16), socket.gethostname()
         self._incarnation = nonce
+        await self._insist(self._find_store)
         stored = await asyncio.to_thread(self._store.highest, self.run)
         begin = self._registry.begin_run
         self.epoch, self.latest_seq = await self._insist(
             lambda: begin(self.run, nonce=nonce, max_staleness=self.max_staleness, trainer=host, stored=stored)
         )
+
+    async def _find_store(self) -> None:
+        self._store_id = await agree(self._registry, self._store.root, self._store_id)
 
     async def _offer(self, publication: Publication) -> None:
         """Lane and markers at once, and the announcement as soon as agents find the version by either.
@@ -356,7 +370,7 @@ class AdapterPublisher:
         while True:
             try:
                 return await call()
-            except ControlUnavailable as error:
+            except (ControlUnavailable, StoreGone) as error:
                 if time.monotonic() > deadline:
                     raise
                 log.warning("will try again: %s", error)

@@ -21,7 +21,7 @@ import pytest
 
 from adaptersync_core import markers
 from adaptersync_core import store as store_module
-from adaptersync_core.errors import ArtifactCorrupt, NameInvalid, NameTaken, StoreError
+from adaptersync_core.errors import AdapterInvalid, ArtifactCorrupt, NameInvalid, NameTaken, StoreError
 from adaptersync_core.manifest import CONFIG_FILE, FILES, MANIFEST_FILE, WEIGHTS_FILE, Manifest
 from adaptersync_core.store import ArtifactStore, verify_files
 from support import dying
@@ -265,7 +265,8 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
-    ("harm", "reason"), [(truncate, "wrong size"), (lengthen, "wrong size"), (flip, "wrong bytes")]
+    ("harm", "reason"),
+    [(truncate, "wrong size"), (lengthen, "wrong size"), (flip, "wrong bytes"), (Path.unlink, "vanished")],
 )
 def test_a_source_that_changed_since_it_was_hashed_is_not_published(
     store: ArtifactStore, source: Path, name: str, harm: object, reason: str
@@ -273,9 +274,9 @@ def test_a_source_that_changed_since_it_was_hashed_is_not_published(
     manifest = manifest_of(source)
     assert callable(harm)
     harm(source / name)
-    with pytest.raises(ArtifactCorrupt, match=reason) as refusal:
+    with pytest.raises(AdapterInvalid, match=f"source changed while it was published.*{reason}.*nobody writes") as said:
         store.publish(manifest, source)
-    assert refusal.value.ids["file"] == name
+    assert said.value.ids["file"] == name
     nothing_published(store)
 
 
@@ -297,14 +298,6 @@ def test_harm_in_the_store_is_named(
     (tmp_path / "out").mkdir()
     with pytest.raises((ArtifactCorrupt, OSError), match=name.replace(".", r"\.")):
         store.copy_out(manifest, tmp_path / "out")
-
-
-def test_a_missing_source_file_is_a_store_error(store: ArtifactStore, source: Path) -> None:
-    manifest = manifest_of(source)
-    (source / WEIGHTS_FILE).unlink()
-    with pytest.raises(StoreError, match="No such file"):
-        store.publish(manifest, source)
-    nothing_published(store)
 
 
 def test_a_store_that_cannot_be_written_says_so(tmp_path: Path, source: Path) -> None:
@@ -397,3 +390,15 @@ def test_files_are_checked_against_the_whole_manifest(store: ArtifactStore, sour
         changed: Manifest = msgspec.structs.replace(manifest, files=(wrong, manifest.files[1]))
         with pytest.raises(ArtifactCorrupt):
             verify_files(changed, place)
+
+
+@pytest.mark.parametrize("harm", [truncate, Path.unlink])
+def test_a_broken_manifest_does_not_end_its_run(store: ArtifactStore, tmp_path: Path, harm: object) -> None:
+    assert store.highest("run") == (0, 0)
+    stored(store, tmp_path, seq=1)
+    newest = stored(store, tmp_path, seq=2)
+    assert callable(harm)
+    harm(store.directory(newest.adapter_id) / MANIFEST_FILE)
+    assert store.highest("run") == (1, 2)
+    with pytest.raises(StoreError, match="manifest cannot be read"):
+        store.read_manifest(newest.adapter_id)

@@ -61,6 +61,21 @@ def status(fleet: Fleet, leader: str = "coordinator-0", left_s: float = 3.0) -> 
     return views.status(fleet, group="default", leader=leader, lease_left_s=left_s, alive_s=5.0)
 
 
+def test_a_live_version_whose_stored_bytes_are_wrong_is_a_problem() -> None:
+    records = {
+        V1: {"state": "current", "verified_ok": "false", "verified_reason": "file has the wrong bytes"},
+        "other": {"state": "retained", "verified_ok": "true", "verified_reason": ""},
+        "another": {"state": "retained"},
+    }
+    corrupt = views.corrupt(records)
+    view = views.status(
+        fleet(), group="default", leader="coordinator-0", lease_left_s=3.0, alive_s=5.0, corrupt=corrupt
+    )
+    assert not view.healthy
+    (problem,) = view.problems
+    assert problem.startswith(f"stored {V1} is corrupt or missing: file has the wrong bytes; no replica can join")
+
+
 def test_a_whole_fleet_is_healthy() -> None:
     view = status(fleet())
     assert (view.healthy, view.problems) == (True, [])

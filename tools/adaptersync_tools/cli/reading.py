@@ -46,10 +46,13 @@ def status(config_path: Path | None, as_json: bool) -> int:
     """
     config = settings(config_path)
 
-    async def read(registry: Registry) -> tuple[Fleet, tuple[str, float]]:
-        return await registry.fleet(), await registry.leader()
+    async def read(registry: Registry) -> tuple[Fleet, tuple[str, float], dict[str, dict[str, str]]]:
+        fleet = await registry.fleet()
+        served = [name for name in fleet.table.versions if fleet.table.routable(name)]
+        fields = [record for _, record in await registry.records(served)]
+        return fleet, await registry.leader(), dict(zip(served, fields, strict=True))
 
-    fleet, (leader, left_s) = visit(config, read)
+    fleet, (leader, left_s), records = visit(config, read)
     view = views.status(
         fleet,
         group=config.group.name,
@@ -57,6 +60,7 @@ def status(config_path: Path | None, as_json: bool) -> int:
         lease_left_s=left_s,
         alive_s=config.coordinator.alive_s,
         waits=waits.waits(fleet, config),
+        corrupt=views.corrupt(records),
     )
     if as_json:
         print_json(view)

@@ -135,7 +135,7 @@ async def config(redis_url: str, cache_url: str, root: Path, registry: Registry)
         group=GroupSection(name="group"),
         redis=RedisSection(control_url=redis_url, cache_url=cache_url),
         store=StoreSection(path=str(root)),
-        coordinator=CoordinatorSection(min_ready=1, tick_s=0.05, lease_s=1.0),
+        coordinator=CoordinatorSection(min_ready=1, tick_s=0.05, lease_s=60.0),
         jobs=JobsSection(verify=False),
     )
     tasks = [asyncio.create_task(ScriptedReplica(registry, "r1").live()), asyncio.create_task(_coordinate(config))]

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct
@@ -23,6 +25,7 @@ from adaptersync_core.keys import ROUTER_SERVES_S
 from adaptersync_core.proof import Verdict
 
 ENVIRONMENT = "ADAPTERSYNC_"
+REDIS_SCHEMES = ("redis", "rediss", "unix")
 SPOOL_MIN_BYTES = 16_384  # a few rows
 
 
@@ -192,6 +195,7 @@ def load_config(
     environment = os.environ if environment is None else environment
     named = path or (Path(environment["ADAPTERSYNC_CONFIG"]) if environment.get("ADAPTERSYNC_CONFIG") else None)
     settings = _read(named) if named else {}
+    given: dict[str, str] = {}  # by the environment
     misspelt = {variable(name).replace("__", "_"): name for name in names()}
     for name, value in environment.items():
         section, separator, key = name.removeprefix(ENVIRONMENT).lower().partition("__")
@@ -201,10 +205,12 @@ def load_config(
             )
         if name.startswith(ENVIRONMENT) and separator:
             _set(settings, section, key, value)
+            given[f"{section}.{key}"] = name
     for dotted, value in (overrides or {}).items():
         section, _, key = dotted.partition(".")
         if value is not None:
             _set(settings, section, key, value)
+            given.pop(dotted, None)
     _split_lists(settings)
     try:
         config = msgspec.convert(settings, Config, strict=False)
@@ -212,7 +218,7 @@ def load_config(
         raise ConfigError(
             f"setting is wrong: {error}".replace("$.", ""),
             next_step="see adaptersync config --explain",
-            file=str(named or ""),
+            **_source(str(error), given, named),
         ) from error
     _check(config)
     return config
@@ -234,6 +240,16 @@ def _set(settings: dict[str, Any], section: str, key: str, value: Any) -> None:
     if not isinstance(values, dict):
         raise ConfigError("setting is wrong: a section is a table of settings", key=section)
     values[key] = value
+
+
+def _source(complaint: str, given: Mapping[str, str], file: Path | None) -> dict[str, str]:
+    """Where the setting that msgspec complains of was made: the variable, or else the file."""
+    place, unknown = re.search(r"`\$\.([\w.]+)", complaint), re.search(r"unknown field `([^`]*)`", complaint)
+    name = ".".join(part[1] for part in (place, unknown) if part)
+    for dotted, variable_name in given.items():
+        if f"{dotted}.".startswith(f"{name}."):
+            return {"variable": variable_name}
+    return {"file": str(file)} if file else {}
 
 
 def as_text(value: str | float | tuple[str, ...]) -> str:
@@ -283,6 +299,11 @@ def _check(config: Config) -> None:
                 continue
             if not math.isfinite(value) or value < 0 or (value == 0 and key.endswith("_s")):
                 raise ConfigError("setting must be positive and finite", key=f"{section}.{key}", value=value)
+            if key == "port" and value > 65535:
+                raise ConfigError("setting must be a port, 0 to 65535", key=f"{section}.{key}", value=value)
+    for key, url in (("redis.control_url", config.redis.control_url), ("redis.cache_url", config.redis.cache_url)):
+        if not _is_redis(url) and (url or key == "redis.control_url"):
+            raise ConfigError("setting must be an address as redis://host:port/0", key=key)
     if not Path(config.agent.stage_path).is_absolute() or not Path(config.store.path).is_absolute():
         raise ConfigError(
             "store.path and agent.stage_path must be absolute: vLLM would look a relative one up on a hub"
@@ -307,3 +328,13 @@ def _check(config: Config) -> None:
         )
     if config.coordinator.min_ready < 1:
         raise ConfigError("setting must be at least 1", key="coordinator.min_ready", value=config.coordinator.min_ready)
+
+
+def _is_redis(url: str) -> bool:
+    """The value is not shown: it may hold a password."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return False
+    return parts.scheme in REDIS_SCHEMES and "://" in url

@@ -63,3 +63,14 @@ def check_name(kind: str, name: str) -> str:
             name=name[:96],
         )
     return name
+
+
+def check_run(name: str, *, base_model: str) -> str:
+    """`name` itself if it may name a run that begins: as a model it must mean this run and nothing else."""
+    check_name("run", name)
+    taken = "the base model's" if name == base_model else "of a version's shape" if is_adapter_id(name) else ""
+    if taken:
+        raise NameInvalid(
+            f"run name is {taken}: requests for it would go elsewhere", next_step="choose another run name", name=name
+        )
+    return name

@@ -51,7 +51,7 @@ class RedisClient:
             protocol=2,
             max_connections=POOL_LIMIT,
             retry=Retry(NoBackoff(), 0),
-            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            socket_connect_timeout=min(CONNECT_TIMEOUT_S, timeout_s),
             socket_keepalive=True,
             socket_timeout=timeout_s,
         )

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+
+from msgspec.structs import replace
 
 from adaptersync.jobs.verify import judge
 from adaptersync.trainer.publisher import AdapterPublisher
 from adaptersync_core import markers
 from adaptersync_core.lane import FastLane
 from adaptersync_core.manifest import Manifest
-from contract.test_publisher import CURRENT, Group, group, publish, publisher
+from contract.test_publisher import CURRENT, Group, group, publish, publisher, publishing
+from support.proxy import FaultProxy
 from support.wait import wait_until
 
 __all__ = ["group", "publisher"]  # fixtures
@@ -64,6 +68,23 @@ async def test_by_the_store_alone_it_is_marked_before_it_is_announced(
     manifest = (await publishing).manifest
     assert manifest.markers == markers.COUNT
     assert await announced(group) == [(manifest.adapter_id, manifest.seq)]
+
+
+async def test_a_frozen_cache_server_costs_one_publication_a_second_and_the_next_nothing(
+    group: Group, publisher: AdapterPublisher, cache_url: str
+) -> None:
+    async with FaultProxy("127.0.0.1", int(cache_url.rpartition(":")[2].partition("/")[0])) as proxy:
+        redis = replace(group.config.redis, cache_url=f"redis://127.0.0.1:{proxy.port}/0")
+        proxy.blackhole = True
+        async with publishing(replace(group.config, redis=redis)) as blocked:
+            took = []
+            for _ in range(2):
+                began = time.monotonic()
+                publication = await publish(blocked, group.adapter())
+                took.append(time.monotonic() - began)
+                assert await asyncio.to_thread(publication.wait, 10) == CURRENT
+    assert 0.9 < took[0] < 3
+    assert took[1] < 0.9
 
 
 async def test_what_cannot_be_marked_is_announced_as_looked_for_directly(

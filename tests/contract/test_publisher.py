@@ -378,7 +378,7 @@ async def test_a_redis_that_stays_away_is_an_error_in_time_and_leaves_no_thread(
     with pytest.raises(ControlUnavailable):
         await asyncio.to_thread(AdapterPublisher, config_of("redis://127.0.0.1:1/0", "", tmp_path))
     await wait_until(lambda: not [one for one in threading.enumerate() if one.name == "publisher-run"])
-    assert threading.active_count() <= before + 1  # the one of to_thread
+    await wait_until(lambda: threading.active_count() <= before + 1)  # the one of to_thread
 
 
 # its own life
@@ -467,6 +467,20 @@ def test_a_run_needs_a_name(tmp_path: Path) -> None:
         AdapterPublisher(Config())
     with pytest.raises(NameInvalid):
         AdapterPublisher(Config(), run="My Run")
+    for name in ("base", "r2-v7-0a27f46bd8f3"):
+        with pytest.raises(NameInvalid, match="choose another run name"):
+            AdapterPublisher(Config(), run=name)
+
+
+def test_a_window_cannot_be_negative() -> None:
+    with pytest.raises(ConfigError, match="max_staleness cannot be negative"):
+        AdapterPublisher(Config(), run="run", max_staleness=-1)
+
+
+async def test_what_is_no_adapter_at_all_is_refused_in_words(group: Group, publisher: AdapterPublisher) -> None:
+    with pytest.raises(AdapterInvalid, match=r"neither a directory nor a model.*given=NoneType"):
+        await publish(publisher, None)
+    assert await outcome(await publish(publisher, group.adapter())) == CURRENT
 
 
 async def test_what_happened_is_logged_in_one_line(

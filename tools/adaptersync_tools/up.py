@@ -3,7 +3,7 @@
     with Stack(StackSettings(model=model, state_dir=directory)) as stack:
         ...  # stack.config is what a trainer or a command needs; stack.config_path is the same as a file
 
-A state directory holds the settings, the store, the servers' data, the logs and the process ids. One stack at a time
+A state directory holds the settings, the store, the servers' data, the logs and a lock. One stack at a time
 uses it; the next one finds everything where the last one left it. Knows which processes make a fleet and when it is
 ready; how they are kept running is the supervisor's business.
 """
@@ -139,27 +139,30 @@ class Stack:
         self._start_servers({Role.CONTROL: control, Role.CACHE: cache})
         self._start_engines(engines)
         self._start_services()
-        pids = {name: service.pid for name, service in self.supervisor.services.items()}
-        (self.state_dir / "pids.json").write_bytes(orjson.dumps(pids, option=orjson.OPT_INDENT_2))
-        self._cleanup.callback((self.state_dir / "pids.json").unlink, missing_ok=True)
 
     def _lock(self) -> int:
-        """Held by us and by every keeper, so that it is free when nothing of a stack runs any more."""
+        """Held by us and by every keeper, so that it is free when nothing of a stack runs any more; it has our pid."""
         lock = os.open(self.state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._cleanup.callback(os.close, lock)
         deadline = time.monotonic() + LOCK_S
+        told = False
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.truncate(lock, 0)
+                os.pwrite(lock, str(os.getpid()).encode(), 0)
                 return lock
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise StackFailed(
                         "another fleet runs in this state directory",
                         next_step="stop it, or choose another --state-dir",
+                        pid=os.pread(lock, 20, 0).decode() or "unknown",
                         state_dir=str(self.state_dir),
                     ) from None
-                self._progress.waiting("the last fleet of this directory to be gone")
+                if not told:
+                    self._progress.waiting("the last fleet of this directory to be gone")
+                told = True
                 time.sleep(0.2)
 
     def _configure(self, *, control: int, cache: int, router: int) -> Config:

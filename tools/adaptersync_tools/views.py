@@ -141,6 +141,7 @@ def status(
     alive_s: float,
     waits: Sequence[WaitView] = (),
     corrupt: Mapping[str, str] = MappingProxyType({}),
+    cache_problem: str = "",
 ) -> StatusView:
     """The fleet as it is, what is wrong with it, and what `waits`.
 
@@ -166,6 +167,7 @@ def status(
         *(_run_problem(run) for run in runs if run.current and run.replicas < run.ready),
         *_router_problems(routers, alive_s),
         *(_corrupt_problem(version, reason) for version, reason in sorted(corrupt.items())),
+        *([f"cache server: {cache_problem}"] if cache_problem else []),
     ]
     return StatusView(
         group=group,

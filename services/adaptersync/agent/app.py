@@ -19,7 +19,7 @@ from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, EngineUnavailable
 from adaptersync_core.events import REPORTS
 from adaptersync_core.keys import Keys
-from adaptersync_core.lane import FastLane
+from adaptersync_core.lane import ANSWER_S, FastLane
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import Ack, Fault, ReplicaReport
@@ -46,7 +46,8 @@ def run_agent(config: Config, mount: Reader | None = None) -> None:
 async def _stand_beside(config: Config, mount: Reader | None = None) -> None:
     keys = Keys(config.group.name)
     client = RedisClient(config.redis.control_url, name=config.agent.name)
-    cache = RedisClient(config.redis.cache_url or config.redis.control_url, name=config.agent.name, text=False)
+    cache_url = config.redis.cache_url or config.redis.control_url
+    cache = RedisClient(cache_url, name=config.agent.name, timeout_s=ANSWER_S, text=False)
     async with VllmClient(config.agent.engine_url, token=new_token(config.agent.token_file)) as vllm:
         lane = FastLane(cache, keys, limit_bytes=config.redis.lane_bytes)
         agent = Agent(config, Registry(client, keys), vllm, lane, mount)

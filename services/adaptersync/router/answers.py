@@ -12,6 +12,7 @@ from adaptersync_core.errors import AdapterSyncError, Unroutable
 TYPES = {
     400: "invalid_request_error",
     404: "not_found_error",
+    405: "invalid_request_error",
     409: "conflict_error",
     410: "gone_error",
     413: "invalid_request_error",

@@ -7,18 +7,21 @@ shows then, not later. One process owns a file, by a lock that the kernel gives 
 
 Layout, native byte order: magic, capacity, tail (position of the first record still wanted), then the ring. A record
 is its position, length, checksum and payload; positions only grow, so what is left of an earlier lap is not mistaken
-for a record, nor is one whose writing was cut short. Knows nothing of rows.
+for a record, nor is one whose writing was cut short; and behind damage the next whole one is found again. Knows nothing
+of rows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import struct
 import time
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +30,7 @@ from adaptersync_core.errors import StoreError
 
 SUFFIX = ".spool"
 RECORD_BYTES = 2048  # the largest record, its head included; a row is about 700
+SEARCHED_BYTES = 1 << 20  # how far the next record is looked for, behind damage and behind the last one alike
 HALF_MADE_S = 3600.0  # after this nobody is making a file any more
 
 _MAGIC = b"ADSPOOL1"
@@ -38,6 +42,8 @@ PAYLOAD_BYTES = RECORD_BYTES - _RECORD.size
 _HALF_MADE = ".making"
 _SKIP = 0xFFFFFFFF  # the length of what only fills the end of a lap
 _ALIGN = 8
+
+log = logging.getLogger(__name__)
 
 
 class Record:
@@ -177,17 +183,55 @@ class Spool:
             if left < _RECORD.size:
                 self._head += left
                 continue
-            position, length, checksum = _RECORD.unpack_from(self._memory, _RING + self._head % self.capacity)
-            if position != self._head or not length:
-                return
-            if length == _SKIP:
+            length = self._length(self._head)
+            if not length:
+                found = self._behind_damage()
+                if found is None:
+                    self._tell_of_a_damaged_end()
+                    return
+                log.warning("%s: %d bytes are damaged, and their rows lost", self.path, found - self._head)
+                self._head = found
+            elif length == _SKIP:
                 self._head += left
-                continue
-            record = Record(position, length)
-            if _size(length) > min(left, RECORD_BYTES) or zlib.crc32(self.payload(record)) != checksum:
-                return
-            self._head += _size(length)
-            yield record
+            else:
+                record = Record(self._head, length)
+                self._head += _size(length)
+                yield record
+
+    def _length(self, position: int) -> int:
+        """Of the whole record that begins there, or _SKIP; 0 where none does."""
+        left = self.capacity - position % self.capacity
+        if left < _RECORD.size:
+            return 0
+        said, length, checksum = _RECORD.unpack_from(self._memory, _RING + position % self.capacity)
+        if said != position:
+            return 0
+        if length == _SKIP:
+            return _SKIP
+        if not length or _size(length) > min(left, RECORD_BYTES):
+            return 0
+        return int(length) if zlib.crc32(self.payload(Record(position, length))) == checksum else 0
+
+    def _behind_damage(self) -> int | None:
+        """Where the next whole record begins, which says its own position; None behind the last one."""
+        position = self._head + _ALIGN
+        stop = min(self._head + SEARCHED_BYTES, self._tail + self.capacity)
+        while position < stop:
+            begin = position % self.capacity
+            size = min(stop - position, self.capacity - begin)
+            words = array("Q", self._memory[_RING + begin : _RING + begin + size - size % _ALIGN])
+            for place, word in zip(range(position, position + size, _ALIGN), words, strict=False):
+                if word == place and self._length(place):
+                    return place
+            position += size
+        return None
+
+    def _tell_of_a_damaged_end(self) -> None:
+        """One that was cut short by a death has no head yet."""
+        position, length, _ = _RECORD.unpack_from(self._memory, _RING + self._head % self.capacity)
+        if position == self._head and length:
+            lost = min(_size(length), RECORD_BYTES)
+            log.warning("%s: %d bytes at the end are damaged, and their rows lost", self.path, lost)
 
 
 def own_and_left(directory: Path, name: str, capacity: int) -> tuple[Spool, list[Spool]]:

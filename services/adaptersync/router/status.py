@@ -191,5 +191,23 @@ async def refuse_engine_call(request: web.Request) -> web.Response:
 
 
 async def refuse_path(request: web.Request) -> web.Response:
-    error = Unroutable("no such path here", status=404, path=request.path[:96], method=request.method)
+    """404, or 405 where only the method is wrong."""
+    served = {
+        route.resource.canonical: route.method
+        for route in request.app.router.routes()
+        if route.resource is not None and route.method not in ("*", "HEAD")
+    }
+    method = served.get(request.path)
+    if method is not None:
+        error = Unroutable(
+            "wrong method", status=405, next_step=f"use {method}", path=request.path, method=request.method
+        )
+        return refusal(error, status=405, headers={"Allow": method})
+    error = Unroutable(
+        "no such path here",
+        status=404,
+        next_step=f"use one of {' '.join(sorted(served))}",
+        path=request.path[:96],
+        method=request.method,
+    )
     return refusal(error, status=404)

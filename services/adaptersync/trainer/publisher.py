@@ -32,6 +32,7 @@ from adaptersync_core import markers
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import (
+    AdapterInvalid,
     AdapterSyncError,
     ConfigError,
     ControlUnavailable,
@@ -40,9 +41,9 @@ from adaptersync_core.errors import (
     StoreGone,
 )
 from adaptersync_core.events import REPORTS
-from adaptersync_core.identity import check_name
+from adaptersync_core.identity import check_run
 from adaptersync_core.keys import Keys
-from adaptersync_core.lane import FastLane
+from adaptersync_core.lane import ANSWER_S, FastLane
 from adaptersync_core.manifest import FILES, Manifest, check_finite, content_digest, hash_file, inspect
 from adaptersync_core.proof import Probe
 from adaptersync_core.records import VersionRecord, Want
@@ -123,8 +124,10 @@ class AdapterPublisher:
     """
 
     def __init__(self, config: Config, run: str | None = None, *, max_staleness: int | None = None) -> None:
-        self.run = check_name("run", run or config.trainer.run or _no_run())
+        self.run = check_run(run or config.trainer.run or _no_run(), base_model=config.group.base_model)
         self.max_staleness = config.trainer.max_staleness if max_staleness is None else max_staleness
+        if self.max_staleness < 0:
+            raise ConfigError("max_staleness cannot be negative", next_step="give 0 or more", value=self.max_staleness)
         self.epoch = 0
         self.latest_seq = 0
         self._reserved = 0
@@ -136,7 +139,7 @@ class AdapterPublisher:
         keys = Keys(config.group.name)
         self._registry = Registry(self._client, keys)
         cache_url = config.redis.cache_url or config.redis.control_url
-        self._cache = RedisClient(cache_url, name=f"trainer-{self.run}", text=False)
+        self._cache = RedisClient(cache_url, name=f"trainer-{self.run}", timeout_s=ANSWER_S, text=False)
         self._lane = FastLane(self._cache, keys, limit_bytes=config.redis.lane_bytes)
         self._tasks: list[asyncio.Task[None]] = []
         self._pending: dict[str, Publication] = {}
@@ -407,6 +410,12 @@ def _directory(source: str | Path | SavesAdapter) -> Iterator[Path]:
     if isinstance(source, str | Path):
         yield Path(source)
         return
+    if not callable(getattr(source, "save_pretrained", None)):
+        raise AdapterInvalid(
+            "neither a directory nor a model that saves itself",
+            next_step="give a PEFT directory or a PeftModel",
+            given=type(source).__name__,
+        )
     with tempfile.TemporaryDirectory(prefix="adaptersync-") as scratch:
         source.save_pretrained(scratch)
         yield Path(scratch)

@@ -38,6 +38,7 @@ from adaptersync_core.errors import (
     StoreError,
 )
 from adaptersync_core.headers import REPLICA, REQUEST_ID, SUBSTITUTED, VERSION, VOIDED
+from adaptersync_core.identity import check_run
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.manifest import FILES, content_digest, hash_file
@@ -81,6 +82,7 @@ def run_relay(config: Config) -> None:
     configure_logging("relay", config.trainer.run)
     if not config.trainer.run:
         raise ConfigError("no run name", next_step="give --run, or set trainer.run")
+    check_run(config.trainer.run, base_model=config.group.base_model)  # now, not at TRL's first call
     run_until_stopped(_serve(config))
 
 

@@ -44,7 +44,7 @@ from adaptersync.trainer.publisher import AdapterPublisher, Publication
 from adaptersync_core.config import Config, load_config
 from adaptersync_core.errors import AdapterSyncError, ConfigError, PublicationFailed, Unroutable
 from adaptersync_core.headers import VERSION, VOIDED
-from adaptersync_core.identity import check_name
+from adaptersync_core.identity import check_run
 
 TRL_NEEDED = "adaptersync works with trl 1.16: pip install 'trl>=1.16,<1.17' 'peft>=0.19'"
 
@@ -297,7 +297,7 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         name = run or self._adaptersync.trainer.run
         if not name:
             raise ConfigError("no run name", next_step="give run=..., or set trainer.run")
-        self.run = check_name("run", name)
+        self.run = check_run(name, base_model=self._adaptersync.group.base_model)
         self._publisher: AdapterPublisher | None = None
         self._following = threading.Lock()
         with _our_rollout_worker():

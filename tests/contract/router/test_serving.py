@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import aiohttp
 import orjson
 import pytest
 
+from adaptersync_core.telemetry import Garbage
 from support.router_fleet import V1, V2, V3, Fleet
 from support.upstreams import MAX_MODEL_LEN
 from support.wait import wait_until
@@ -246,7 +248,7 @@ async def test_calls_that_change_engines_name_the_relay(fleet: Fleet, method: st
 async def test_other_paths_do_not_exist(fleet: Fleet) -> None:
     await fleet.tables.write({V1: "current"}, fleet.urls)
     async with fleet.router():
-        assert (await fleet.get("/v1/completions")).status == 404
+        assert (await fleet.get("/v1/completions")).status == 405
         assert (await fleet.get("/nothing")).json["error"]["type"] == "not_found_error"
 
 
@@ -331,3 +333,38 @@ async def test_what_can_end_a_server_is_refused_with_a_reason(
         assert "LoRA on its head" in row["reason"]
     async with fleet.router(prompt_logprobs=True):
         assert (await fleet.post(path, {"model": model} | fields)).status == 200
+
+
+async def test_a_wrong_path_or_method_is_told_what_there_is(fleet: Fleet) -> None:
+    async with fleet.router():
+        answer = await fleet.get("/v1/completions")
+        assert (answer.status, answer.headers["Allow"]) == (405, "POST")
+        assert "use POST" in answer.message
+        answer = await fleet.post("/v1/models", {})
+        assert (answer.status, answer.headers["Allow"]) == (405, "GET")
+        answer = await fleet.get("/v1/embeddings")
+        assert answer.status == 404
+        assert "no such path here" in answer.message
+        assert "use one of /health /metrics /tokenize /v1/chat/completions /v1/completions /v1/models" in answer.message
+
+
+async def test_what_is_no_http_is_one_line_in_the_log_and_not_one_each(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = logging.getLogger("aiohttp.server")
+    garbage = Garbage()
+    log.addFilter(garbage)
+    try:
+        async with fleet.router() as url:
+            for _ in range(5):
+                reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+                writer.write(b"GET / HTTP/1.1\r\nbad header\x00: \r\n\r\n")
+                assert b" 400 " in await reader.readline()
+                writer.close()
+                await writer.wait_closed()
+    finally:
+        log.removeFilter(garbage)
+    (record,) = [record for record in caplog.records if record.name == "aiohttp.server"]
+    assert record.exc_info is None
+    assert "\n" not in record.getMessage()
+    assert "Error handling request from 127.0.0.1: " in record.getMessage()

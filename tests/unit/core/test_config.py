@@ -31,6 +31,8 @@ def another(key: str, value: Any) -> tuple[Any, Any]:
         return ("below noise",), ("proved", "not probed")
     if key == "when_spool_full":
         return "serve", "refuse"
+    if key in ("control_url", "cache_url"):
+        return "redis://one:1/0", "rediss://two"
     if key == "path" or key.endswith("_path"):
         return "/one", "/two"
     return "one", "two"
@@ -106,6 +108,12 @@ def test_foreign_variables_are_left_alone() -> None:
         ("[trainer]\nrun = '../run'\n", "trainer.run"),
         ("[jobs]\nverify = 'maybe'\n", "jobs.verify"),
         ("[redis]\ncontrol_url = 5\n", "redis.control_url"),
+        ("[redis]\ncontrol_url = 'http://x'\n", "redis://host:port/0 (key=redis.control_url)"),
+        ("[redis]\ncontrol_url = ''\n", "redis.control_url"),
+        ("[redis]\ncontrol_url = 'redis://x:many/0'\n", "redis.control_url"),
+        ("[redis]\ncache_url = 'x:6379'\n", "redis.cache_url"),
+        ("[router]\nport = 65536\n", "0 to 65535 (key=router.port"),
+        ("[relay]\nport = 99999\n", "relay.port"),
     ],
     ids=ascii,
 )
@@ -131,6 +139,28 @@ def test_a_wrong_setting_is_named(text: str, named: str, tmp_path: Path) -> None
 def test_a_wrong_variable_is_named(variable: str, value: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         load_config(environment={variable: value})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("ADAPTERSYNC_ROUTER__PORT", "eighty"), ("ADAPTERSYNC_ROUTER__PROT", "1"), ("ADAPTERSYNC_NOWHERE__X", "1")],
+)
+def test_a_wrong_variable_is_not_blamed_on_the_file(variable: str, value: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text("[router]\nhold_s = 1\n")
+    with pytest.raises(ConfigError) as refusal:
+        load_config(path, environment={variable: value})
+    assert refusal.value.ids == {"variable": variable}
+    path.write_text("[router]\nspill = 'x'\n")
+    with pytest.raises(ConfigError) as refusal:
+        load_config(path, environment={"ADAPTERSYNC_ROUTER__PORT": "80"})
+    assert refusal.value.ids == {"file": str(path)}
+
+
+def test_the_password_of_a_wrong_address_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(environment={"ADAPTERSYNC_REDIS__CONTROL_URL": "http://:secret@x"})
+    assert "secret" not in str(refusal.value)
 
 
 def test_a_section_that_is_none_is_named_also_when_a_variable_sets_it(tmp_path: Path) -> None:

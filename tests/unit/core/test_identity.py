@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from adaptersync_core.errors import NameInvalid
-from adaptersync_core.identity import NAME, VersionName, adapter_id, check_name, parse_adapter_id
+from adaptersync_core.identity import NAME, VersionName, adapter_id, check_name, check_run, parse_adapter_id
 
 NAMES = st.from_regex(NAME, fullmatch=True).filter(lambda name: ".." not in name)
 DIGESTS = st.text("0123456789abcdef", min_size=64, max_size=64)
@@ -126,3 +126,10 @@ def test_what_is_no_adapter_id(text: str) -> None:
 def test_no_id_is_made_that_could_not_be_read(seq: int, digest: str) -> None:
     with pytest.raises(NameInvalid):
         adapter_id("run", seq, digest)
+
+
+@pytest.mark.parametrize("name", ["base", "r2-v7-0a27f46bd8f3", "Base"])
+def test_a_run_may_not_be_called_what_a_request_means_otherwise(name: str) -> None:
+    with pytest.raises(NameInvalid, match="choose another run name"):
+        check_run(name, base_model="base")
+    assert check_run("r2-v7", base_model="base") == "r2-v7"

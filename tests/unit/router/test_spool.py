@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -95,6 +96,40 @@ def test_a_record_that_was_cut_short_does_not_count(spool: Spool) -> None:
     torn = add(spool, b"torn in the middle")
     spool._memory[4096 + torn.position + 16 + 4] ^= 0xFF
     assert payloads(again(spool)) == [b"whole"]
+
+
+@pytest.mark.parametrize("before", [0, 68], ids=["", "across the end of the ring"])
+@pytest.mark.parametrize("hit", [(0, 1), (16, 1), (0, 600)], ids=["a head", "a payload", "several records"])
+def test_behind_damage_the_rows_are_found_and_what_is_lost_is_told(
+    spool: Spool, hit: tuple[int, int], before: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(before):
+        add(spool, b"%0200d" % number).done = True
+        spool.trim()
+    records = [add(spool, b"%0200d" % number) for number in range(40)]
+    first, end = records[5].position + hit[0], records[5].position + sum(hit)
+    for place in range(first, end):
+        spool._memory[4096 + place % CAPACITY] ^= 0xFF
+    broken = sum(record.position < end for record in records[5:])
+    with caplog.at_level(logging.WARNING, logger="adaptersync.router.spool"):
+        found = again(spool)
+    assert payloads(found) == [b"%0200d" % number for number in range(40) if not 5 <= number < 5 + broken]
+    (told,) = caplog.messages
+    lost = records[5 + broken].position - records[5].position
+    assert f"{spool.path}: {lost} bytes are damaged" in told
+    assert found.append(b"next") is not None
+
+
+def test_damage_at_the_end_is_told_and_an_end_without_damage_is_not(
+    spool: Spool, caplog: pytest.LogCaptureFixture
+) -> None:
+    add(spool, b"whole")
+    spool = again(spool)
+    assert caplog.messages == []
+    last = add(spool, b"last")
+    spool._memory[4096 + last.position + 16] ^= 0xFF
+    assert payloads(again(spool)) == [b"whole"]
+    assert "24 bytes at the end are damaged" in caplog.text
 
 
 def test_what_an_earlier_lap_left_is_no_record(spool: Spool) -> None:

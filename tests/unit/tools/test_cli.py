@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import orjson
 import pytest
 
@@ -32,6 +35,10 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
         (["publish"], 2, "Missing argument 'DIRECTORY'; see adaptersync publish --help"),
         (["events", "--since", "yesterday"], 2, "30s, 10min, 2h or 1d"),
         (["verify", "latest"], 64, "not an adapter id (name=latest)"),
+        (["rollback", "my-run", "--reason", ""], 2, "say why, in some words"),
+        (["end", "my-run", "--reason", " "], 2, "say why, in some words"),
+        (["publish", "/", "--run", "base"], 64, "choose another run name"),
+        (["relay", "--run", "r2-v7-0a27f46bd8f3"], 64, "choose another run name"),
         (["up"], 78, "no model to serve; give --model DIRECTORY, or --simulated"),
         (["status"], 69, "Redis cannot be reached"),
         (["versions", "--json"], 69, "Redis cannot be reached"),
@@ -48,6 +55,17 @@ def test_a_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setenv("ADAPTERSYNC_ROUTER__PORT", "many")
     assert main(["config"]) == 78
     assert "router.port" in error_line(capsys)
+
+
+@pytest.mark.parametrize("arguments", [["config"], ["config", "--json"], ["--help"]])
+def test_output_without_room_is_an_error_in_one_line(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            [sys.executable, "-m", "adaptersync_tools.cli", *arguments],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, check=False,
+        )  # fmt: skip
+    assert run.returncode == 74
+    assert run.stderr == "adaptersync: error: output cannot be written: No space left on device\n"
 
 
 def test_config_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,3 +202,10 @@ def test_whether_the_trainer_of_a_run_lives(
     run = replace(found.runs["my-run"], heartbeat_ms=int(heartbeat_s * 1000), ended_at=ended_at)
     (view,) = status(replace(found, runs={"my-run": run})).runs
     assert (view.trainer, view.heard_s) == (trainer, heard_s)
+
+
+def test_a_cache_server_that_does_not_answer_is_a_problem() -> None:
+    view = views.status(
+        fleet(), group="default", leader="c", lease_left_s=3.0, alive_s=5.0, cache_problem="Redis cannot be reached"
+    )
+    assert (view.healthy, view.problems) == (False, ["cache server: Redis cannot be reached"])

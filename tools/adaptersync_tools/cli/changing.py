@@ -18,7 +18,15 @@ from adaptersync_core.queue import enqueue_verification
 from adaptersync_core.records import Request
 from adaptersync_core.registry import Registry
 from adaptersync_core.table import RunEntry, Table
-from adaptersync_tools.cli.common import VISIT_S, config_option, json_option, settings, timeout_option, visit
+from adaptersync_tools.cli.common import (
+    VISIT_S,
+    config_option,
+    json_option,
+    reason_option,
+    settings,
+    timeout_option,
+    visit,
+)
 from adaptersync_tools.output import console, print_json, state
 
 LOOK_S = 0.1
@@ -75,7 +83,7 @@ def publish(
     default="",
     help="The version to go back to, or the one on its way in that shall not be served.  [default: the one before]",
 )
-@click.option("--reason", required=True, help="Why; it is written into the record of the voided version.")
+@reason_option("Why; it is written into the record of the voided version.")
 @timeout_option(30.0)
 def rollback(run: str, config_path: Path | None, version: str, reason: str, timeout_s: float) -> None:
     """Void the current version and serve an earlier one.
@@ -116,7 +124,7 @@ def rollback_told(event: dict[str, str]) -> Text:
 @click.command()
 @click.argument("run")
 @config_option
-@click.option("--reason", required=True, help="Why; a trainer of the run that still lives is told.")
+@reason_option("Why; a trainer of the run that still lives is told.")
 @click.option("--force", is_flag=True, help="Even if its trainer lives: it can publish no more.")
 def end(run: str, config_path: Path | None, reason: str, force: bool) -> None:
     """End a run whose trainer died without saying so.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
 import sys
 from collections.abc import Awaitable, Callable
@@ -12,12 +14,13 @@ from typing import Any, TypeVar
 import click
 
 from adaptersync_core.config import Config, load_config
-from adaptersync_core.errors import AdapterSyncError, ControlUnavailable
+from adaptersync_core.errors import AdapterSyncError, ControlUnavailable, StoreError
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 
 INTERRUPTED = 130  # as a shell reports SIGINT
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 VISIT_S = 15.0  # for reading or asking; what waits for an outcome has its own --timeout
 
 T = TypeVar("T")
@@ -37,6 +40,17 @@ def timeout_option(default: float) -> Callable[[Decorated], Decorated]:
         "--timeout", "timeout_s", type=click.FloatRange(min=0.1), default=default, show_default=True,
         help="How many seconds to wait for the outcome.",
     )  # fmt: skip
+
+
+def reason_option(text: str) -> Callable[[Decorated], Decorated]:
+    """A reason that must be given, and say something."""
+
+    def said(_context: click.Context, _option: click.Parameter, value: str) -> str:
+        if not value.strip():
+            raise click.BadParameter("say why, in some words")
+        return value
+
+    return click.option("--reason", required=True, callback=said, help=text)
 
 
 def visit(config: Config, call: Callable[[Registry], Awaitable[T]], *, timeout_s: float = VISIT_S) -> T:
@@ -78,8 +92,18 @@ def run_command(command: click.Command, arguments: list[str] | None, name: str) 
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()
         return 0
+    except OSError as error:
+        _give_up_output()
+        what = error.filename or ("output cannot be written" if error.errno in NO_ROOM else "system refused")
+        return _fail(name, f"{what}: {error.strerror or error}", StoreError.exit_code)
+
+
+def _give_up_output() -> None:
+    """So that what is still buffered is no second failure when the program ends."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(name: str, line: str, status: int) -> int:

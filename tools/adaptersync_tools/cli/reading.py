@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from rich.text import Text
 
 from adaptersync_core.bus import follow as follow_stream
-from adaptersync_core.errors import NameInvalid
+from adaptersync_core.errors import ControlError, NameInvalid
 from adaptersync_core.keys import Keys
 from adaptersync_core.records import Fleet
-from adaptersync_core.redis import Entry
+from adaptersync_core.redis import Entry, RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.rollouts import read_rollouts
 from adaptersync_tools import explain, views, waits
@@ -29,6 +29,7 @@ from adaptersync_tools.output import EVENT_STYLES, console, milliseconds, print_
 
 NARROW = 140  # columns of a terminal that does not hold all of a version's
 PAGE = 500  # stream entries of one read
+CACHE_ANSWER_S = 1.0
 _AGE = re.compile(r"(\d+(?:\.\d+)?)(s|min|m|h|d)")
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 
@@ -61,12 +62,27 @@ def status(config_path: Path | None, as_json: bool) -> int:
         alive_s=config.coordinator.alive_s,
         waits=waits.waits(fleet, config),
         corrupt=views.corrupt(records),
+        cache_problem=asyncio.run(cache_problem(config.redis.cache_url)),
     )
     if as_json:
         print_json(view)
     else:
         _print_status(view)
     return 0 if view.healthy else 1
+
+
+async def cache_problem(url: str) -> str:
+    """Why the cache server does not answer; nothing when it does, or is none of its own."""
+    if not url:
+        return ""
+    client = RedisClient(url, name="cli", timeout_s=CACHE_ANSWER_S)
+    try:
+        await client.command("PING")
+    except ControlError as error:
+        return str(error)
+    finally:
+        await client.close()
+    return ""
 
 
 def _print_status(view: views.StatusView) -> None:

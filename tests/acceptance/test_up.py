@@ -17,6 +17,7 @@ import pytest
 
 from adaptersync.trainer import AdapterPublisher
 from adaptersync_core.config import load_config
+from adaptersync_core.keys import ROUTER_TTL_S
 from adaptersync_tools.demo.synthetic import write_adapter
 from support.processes import family
 from support.wait import wait_until_sync
@@ -158,7 +159,9 @@ def test_a_killed_fleet_leaves_no_process_and_comes_back_as_it_was(fleet: Fleet,
     try:
         again.wait()
         wait_until_sync(
-            lambda: fleet.adaptersync("status").returncode == 0, timeout_s=30, what="healthy after the restart"
+            lambda: fleet.adaptersync("status").returncode == 0,
+            timeout_s=ROUTER_TTL_S + 25,  # its router may have found no Redis to say goodbye to
+            what="healthy after the restart",
         )
         assert again.complete("my-run")[1] == version
         again.process.send_signal(signal.SIGTERM)

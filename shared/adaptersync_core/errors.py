@@ -104,6 +104,11 @@ class StoreGone(StoreError):
     retryable = True
 
 
+class JournalUnwritten(StoreError):
+    code = "journal-unwritten"
+    retryable = True
+
+
 class ControlError(AdapterSyncError):
     code = "control"
     http_status = 503

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -296,6 +297,25 @@ async def test_s16_a_failed_save_is_an_error_and_no_version(
     assert await fleet.events() == told
     name = await fleet.promoted(trainer)  # and the next one goes through
     assert (await fleet.complete("run")).headers["x-adaptersync-version"] == name
+
+
+async def test_s16_a_coordinator_whose_journal_could_not_be_written_goes_on_by_itself(
+    fleet: WholeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = await fleet.trainer()
+    await fleet.promoted(trainer)
+    failed = threading.Event()
+
+    def full(*_: object) -> None:
+        failed.set()
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("adaptersync.coordinator.journal._drop_torn", full)
+        patch.setattr("adaptersync.coordinator.journal.write_durably", full)
+        publication = await fleet.publish(trainer)
+        assert await asyncio.to_thread(failed.wait, 10)
+    assert (await fleet.outcome(publication)).state == "current"
 
 
 async def test_s16_a_publisher_killed_anywhere_leaves_all_or_nothing(fleet: WholeFleet) -> None:

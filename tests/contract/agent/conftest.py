@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -11,29 +10,15 @@ from msgspec import to_builtins
 
 from adaptersync.agent import app
 from adaptersync_tools.simulator.faults import Faults
-from support.adapters import write_safetensors
 from support.agent_bench import Bench, bench_on
 from support.engines import Engine, simulator
-
-HIDDEN = 8
+from support.whole_fleet import write_model
 
 
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sizes for the simulator; for the agent the weights that adapters of these tests and its canary change."""
-    directory = tmp_path_factory.mktemp("model")
-    sizes = {
-        "hidden_size": HIDDEN,
-        "num_attention_heads": 1,
-        "num_hidden_layers": 1,
-        "intermediate_size": 16,
-        "vocab_size": 256,
-    }
-    (directory / "config.json").write_text(json.dumps(sizes))
-    weight = ((HIDDEN, HIDDEN), bytes(4 * HIDDEN * HIDDEN))
-    names = [f"model.layers.0.self_attn.{module}.weight" for module in ("q_proj", "o_proj")]
-    write_safetensors(directory / "model.safetensors", dict.fromkeys(names, weight))
-    return directory
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")

@@ -211,6 +211,18 @@ def from_hash(name: str, fields: dict[str, str], kind: type[RecordT]) -> RecordT
     return from_json(name, msgspec.json.encode(raw), kind)
 
 
+class Heard(Struct, frozen=True, kw_only=True):
+    """The one field of a report that the script writes, on the server's clock."""
+
+    heartbeat_ms: int = 0
+
+
+def heartbeat_ms(name: str, fields: dict[str, str]) -> int:
+    """When a replica or router was last heard of; 0, long ago, where no report of ours says so."""
+    heard = from_text(name, fields, Heard)
+    return heard.heartbeat_ms if heard else 0
+
+
 @cache
 def _structured(kind: type[Struct]) -> frozenset[str]:
     """Fields kept as JSON. Asked for every record of every look at a fleet, and slow to find out: it compiles types."""

@@ -48,6 +48,7 @@ class RedisClient:
             url,
             client_name=name,
             decode_responses=text,
+            encoding_errors="backslashreplace",  # a foreign byte is garbage to be left out, not the end of a service
             protocol=2,
             max_connections=POOL_LIMIT,
             retry=Retry(NoBackoff(), 0),

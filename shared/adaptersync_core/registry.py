@@ -31,6 +31,7 @@ from adaptersync_core.records import (
     from_json,
     from_text,
     hash_fields,
+    heartbeat_ms,
     read_acks,
     record_fields,
 )
@@ -230,7 +231,7 @@ class Registry:
             replicas=sightings.replicas(now),
             acks=sightings.acks(),
             routers={
-                name: SeenRouter(report=router, age_s=now - int(record["heartbeat_ms"]) / 1000)
+                name: SeenRouter(report=router, age_s=now - heartbeat_ms(name, record) / 1000)
                 for name in routers
                 if (record := next(replies)) and (router := from_hash(name, record, RouterReport)) is not None
             },

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from adaptersync_core.keys import REPLICA_TTL_S
-from adaptersync_core.records import Ack, ReplicaReport, SeenReplica, from_hash, read_acks
+from adaptersync_core.records import Ack, ReplicaReport, SeenReplica, from_hash, heartbeat_ms, read_acks
 
 UNSETTLED = -1.0  # no date of the index: read again in any case
 
@@ -42,7 +42,7 @@ class Sightings:
         """Take in the records of one that was due; `now_ms` is the server's time when the index was read."""
         self._said[name] = Said(
             dated=date if date < now_ms else UNSETTLED,
-            heartbeat_ms=int(record["heartbeat_ms"]) if record else 0,
+            heartbeat_ms=heartbeat_ms(name, record),
             report=from_hash(name, record, ReplicaReport) if record else None,
             acks=read_acks(acks),
         )

@@ -283,6 +283,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
         r"This model's maximum context length is 512 tokens\. However, your prompt contains 640 input tokens",
     ),
     "out of vocabulary": ({"prompt": [5000]}, "BadRequestError", None, r"Token id 5000 is out of vocabulary"),
+    "too many choices": ({"n": 16385}, "BadRequestError", None, r"n must be at most 16384, got 16385\."),
     "no choices": ({"n": 0}, "BadRequestError", None, r"n must be at least 1, got 0\."),
     "empty salt": ({"cache_salt": ""}, "BadRequestError", "cache_salt", r"Parameter 'cache_salt' must be a non-empty"),
     "salt with a slash": ({"cache_salt": "a/b"}, "BadRequestError", "cache_salt", r"Parameter 'cache_salt' must be at"),

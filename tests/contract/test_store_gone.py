@@ -218,3 +218,33 @@ async def test_a_coordinator_that_starts_without_the_mount_does_not_begin_anew(
     await wait_until(leads)
     coordinating.cancel()
     await asyncio.gather(coordinating, return_exceptions=True)
+
+
+async def test_a_coordinator_outlives_what_redis_refuses_it(
+    registry: Registry, redis_url: str, cache_url: str, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A key of another type, a wrong password: somebody mends it, and nothing need be started again."""
+    await registry.client.command("SADD", registry.keys.runs, "run")
+    await registry.client.command("SET", registry.keys.run("run"), "not a hash", "EX", 60)
+    config = Config(
+        group=GroupSection(name="group"),
+        redis=RedisSection(control_url=redis_url, cache_url=cache_url),
+        store=StoreSection(path=str(root)),
+        coordinator=CoordinatorSection(tick_s=0.05),
+    )
+    coordinating = asyncio.create_task(_coordinate(config))
+
+    async def refused() -> bool:
+        return "will try again: Redis refused" in caplog.text
+
+    await wait_until(refused)
+    await asyncio.sleep(0.3)  # some ticks: it says so once
+    assert caplog.text.count("will try again") == 1
+    await registry.client.command("DEL", registry.keys.run("run"))
+
+    async def decides() -> bool:
+        return (await registry.table()).generation > 0
+
+    await wait_until(decides)
+    coordinating.cancel()
+    await asyncio.gather(coordinating, return_exceptions=True)

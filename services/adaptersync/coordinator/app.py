@@ -24,7 +24,7 @@ from adaptersync.coordinator.recovery import (
 )
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
-from adaptersync_core.errors import AdapterSyncError, Conflict, ControlError, Fenced, StoreGone
+from adaptersync_core.errors import AdapterSyncError, Conflict, ControlError, StoreGone
 from adaptersync_core.events import VersionPromoted
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
@@ -61,9 +61,7 @@ async def _coordinate(config: Config) -> None:
                 try:
                     await coordinator.work()
                     said = ""
-                except AdapterSyncError as error:
-                    if not error.retryable and not isinstance(error, Fenced):
-                        raise
+                except AdapterSyncError as error:  # whatever it is, somebody can mend it while this one waits
                     if str(error) != said:  # once, not every tick until a mount is back
                         log.warning("will try again: %s", error)
                     said = str(error)

@@ -83,6 +83,19 @@ async def test_it_goes_on_after_a_flush(registry: Registry, follower: AsyncItera
     assert fields["version"] == "run-v2-0123456789ab"
 
 
+async def test_bytes_that_are_no_text_are_an_entry_like_another(
+    registry: Registry, follower: AsyncIterator[list[Entry]]
+) -> None:
+    """Whoever wrote them must not end every service that follows."""
+    await registry.client.command("XADD", STREAM, "*", "type", b"\xff\xfe")
+    async with asyncio.timeout(5):
+        ((_, fields),) = await anext(follower)
+    assert fields == {"type": r"\xff\xfe"}
+    await write(registry, 1)
+    ((_, fields),) = await anext(follower)
+    assert fields["version"] == "run-v1-0123456789ab"
+
+
 @pytest.fixture
 def server(redis_kind: str, tmp_path: Path) -> Iterator[RedisServer]:
     with RedisServer(Role.CONTROL, tmp_path, binary=server_binary(redis_kind)) as server:

@@ -114,14 +114,19 @@ async def test_what_cannot_be_read_is_left_out_and_does_not_stop_the_rest(
 
     await write("SET", keys.manifest("run-v1-0123456789ab"), '{"run": 5}', "EX", 60)
     await write("ZADD", keys.published("run"), 1, "run-v1-0123456789ab", 3, "run-v3-0123456789ab")
-    await write("ZADD", keys.replicas, 10**13, "r2", 10**13, "r3")
+    await write("ZADD", keys.replicas, 10**13, "r2", 10**13, "r3", 10**13, "r4", 10**13, "r5")
     await write("HSET", keys.replica("r2"), "heartbeat_ms", 1, "url", "x")
-    await write("EXPIRE", keys.replica("r2"), 60)
+    await write("HSET", keys.replica("r4"), "url", "not said when")
+    await write("HSET", keys.replica("r5"), "heartbeat_ms", b"\xff", "url", b"\xfe")
+    for name in ("r2", "r4", "r5"):
+        await write("EXPIRE", keys.replica(name), 60)
     await write("HSET", keys.acks("r1"), "run-v1-0123456789ab", "not JSON")
     await write("HSET", keys.requests, "q", "[]")
-    await write("ZADD", keys.routers, 10**13, "g1")
+    await write("ZADD", keys.routers, 10**13, "g1", 10**13, "g2")
     await write("HSET", keys.router("g1"), "generation", "many")
-    await write("EXPIRE", keys.router("g1"), 60)
+    await write("HSET", keys.router("g2"), "generation", 0)
+    for name in ("g1", "g2"):
+        await write("EXPIRE", keys.router(name), 60)
     await write("SADD", keys.runs, "other")
     await write("HSET", keys.run("other"), "epoch", "x")
 
@@ -130,10 +135,10 @@ async def test_what_cannot_be_read_is_left_out_and_does_not_stop_the_rest(
     assert list(fleet.replicas) == ["r1"]
     assert fleet.acks["r1"] == {good.adapter_id: ack}
     assert list(fleet.runs) == ["run"]
-    assert fleet.routers == {}
+    assert [name for name, router in fleet.routers.items() if router.may_serve] == []
     assert fleet.requests == {"q": Request(kind="unreadable", run="")}
     assert await registry.manifest("run-v1-0123456789ab") is None
-    for name in ("run-v1-0123456789ab", "r2", "g1", "other", "q"):
+    for name in ("run-v1-0123456789ab", "r2", "r4", "r5", "g1", "other", "q"):
         assert f"record of {name} is left out" in caplog.text
 
 

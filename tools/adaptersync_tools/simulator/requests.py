@@ -14,6 +14,7 @@ from adaptersync_tools.simulator.tokenizer import Tokenizer
 
 T = TypeVar("T")
 _SALT_FORBIDDEN = "@/\\\0"
+_MAX_N = 16_384  # VLLM_MAX_N_SEQUENCES, unless somebody set it
 _DEFAULT_TOKENS = 16  # what vLLM's /v1/completions generates unless told
 
 
@@ -160,6 +161,11 @@ def _requests(body: Common, prompt: list[int], limit: int, engine: Engine) -> li
         raise bad_request(f"temperature must be non-negative, got {body.temperature}.", "temperature", body.temperature)
     if body.n < 1:
         raise bad_request(f"n must be at least 1, got {body.n}.")
+    if body.n > _MAX_N:
+        raise bad_request(
+            f"n must be at most {_MAX_N}, got {body.n}. To increase this limit, set the VLLM_MAX_N_SEQUENCES "
+            "environment variable."
+        )
     if limit < 1:
         raise bad_request(f"max_tokens must be at least 1, got {limit}.", "max_tokens", limit)
     if len(prompt) >= config.max_model_len:

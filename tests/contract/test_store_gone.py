@@ -230,7 +230,7 @@ async def test_a_coordinator_outlives_what_redis_refuses_it(
         group=GroupSection(name="group"),
         redis=RedisSection(control_url=redis_url, cache_url=cache_url),
         store=StoreSection(path=str(root)),
-        coordinator=CoordinatorSection(tick_s=0.05),
+        coordinator=CoordinatorSection(tick_s=0.05, lease_s=1.0),
     )
     coordinating = asyncio.create_task(_coordinate(config))
 
@@ -240,6 +240,7 @@ async def test_a_coordinator_outlives_what_redis_refuses_it(
     await wait_until(refused)
     await asyncio.sleep(0.3)  # some ticks: it says so once
     assert caplog.text.count("will try again") == 1
+    assert (await registry.leader())[1] <= 0  # it is not told to lead by `status`
     await registry.client.command("DEL", registry.keys.run("run"))
 
     async def decides() -> bool:

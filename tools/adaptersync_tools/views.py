@@ -20,6 +20,7 @@ from adaptersync_tools.waits import WaitView
 
 NOT_TOLD = ("type", "digest", "seq", "published_at", "engine_epoch", "incarnation", "generation")  # in events
 PHASES = ("staged_s", "verified_s", "loaded_s", "proved_s")
+RESIGNED_S = 1e9  # who resigns leaves a lease that ran out when time began
 
 
 class ReplicaView(Struct, frozen=True, kw_only=True):
@@ -245,6 +246,8 @@ def _serves(ack: Ack, engine_epoch: str) -> bool:
 def _leader_problems(leader: str, lease_left_s: float) -> Iterator[str]:
     if not leader:
         yield "no coordinator has ever led this group"
+    elif lease_left_s < -RESIGNED_S:
+        yield f"no coordinator leads; {leader} gave up its lease: its log says why"
     elif lease_left_s <= 0:
         yield f"no coordinator leads; {leader} stopped {duration(-lease_left_s)} ago"
 

@@ -24,7 +24,7 @@ from adaptersync.coordinator.recovery import (
 )
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
-from adaptersync_core.errors import AdapterSyncError, Conflict, ControlError, StoreGone
+from adaptersync_core.errors import AdapterSyncError, Conflict, ControlError, Fenced, JournalUnwritten, StoreGone
 from adaptersync_core.events import VersionPromoted
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
@@ -65,6 +65,10 @@ async def _coordinate(config: Config) -> None:
                     if str(error) != said:  # once, not every tick until a mount is back
                         log.warning("will try again: %s", error)
                     said = str(error)
+                    if isinstance(error, JournalUnwritten) or (not error.retryable and not isinstance(error, Fenced)):
+                        # who cannot decide does not lead: status says so, and another may be able to
+                        await coordinator.give_up()
+                        await asyncio.sleep(config.coordinator.lease_s)  # or each try would be told as an election
                 await bell.wait(config.coordinator.tick_s)
     finally:
         await coordinator.resign()
@@ -99,11 +103,15 @@ class Coordinator:
                 if lease is None or not await self._decide_once(lease):
                     return
         except StoreGone:
-            await self.resign()
-            self._lease = None
-            self._another_term()
+            await self.give_up()
             raise
         log.error("still deciding after %d rounds", ROUNDS)
+
+    async def give_up(self) -> None:
+        """End the term: another may lead at once, or this one in another term."""
+        await self.resign()
+        self._lease = None
+        self._another_term()
 
     async def resign(self) -> None:
         """Stop leading, so that another need not wait for the lease to run out."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
+from pathlib import Path
 
 import aiohttp
+import pytest
 from blockbuster import blockbuster_ctx
 
+from adaptersync_core.errors import StoreError
 from support.router_fleet import V1, Fleet, free_port, router_process
 from support.wait import wait_until
 
@@ -112,3 +116,16 @@ async def _closed(port: int) -> bool:
         return True
     writer.close()
     return False
+
+
+async def test_a_router_that_cannot_begin_leaves_nothing_open(fleet: Fleet, tmp_path: Path) -> None:
+    """Its error is one line; an unclosed session would be told behind it."""
+    place = tmp_path / "spool"
+    place.write_text("no directory")
+    complaints: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
+    with pytest.raises(StoreError, match="spool cannot be made"):
+        async with fleet.router(spool_path=str(place)):
+            pass
+    gc.collect()
+    assert complaints == []

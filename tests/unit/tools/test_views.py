@@ -88,6 +88,12 @@ def test_a_whole_fleet_is_healthy() -> None:
     assert [replica.slots for replica in view.replicas] == [8, 8]  # as the coordinator counts them
 
 
+def test_a_lease_that_was_given_up_ran_out_at_no_time() -> None:
+    assert status(fleet(), left_s=-1.8e9).problems == [
+        "no coordinator leads; coordinator-0 gave up its lease: its log says why"
+    ]
+
+
 def test_every_problem_is_named() -> None:
     whole = fleet()
     members = {**whole.table.members, "replica-1": member("http://b", state="ejected", reason="refused my-run-v1")}

@@ -117,6 +117,13 @@ def test_a_fleet_from_start_to_stop(fleet: Fleet, tmp_path: Path) -> None:
     assert "version.verified" in told
     assert version in fleet.adaptersync("events").stdout
 
+    another = write_adapter(tmp_path / "another", base="base", seed=2)
+    assert fleet.json("publish", str(another), "--run", "my-run")["state"] == "current"
+    undone = fleet.adaptersync("rollback", "my-run", "--reason", "reward fell")
+    assert undone.returncode == 0, undone.stderr
+    _, served = fleet.complete("my-run")
+    assert served == version
+
     run = fleet.adaptersync("versions", "other-run")
     assert (run.returncode, run.stderr) == (
         64,

@@ -93,8 +93,10 @@ async def group(redis_url: str, cache_url: str, tmp_path: Path) -> AsyncIterator
 
 
 @asynccontextmanager
-async def publishing(config: Config, run: str | None = None) -> AsyncIterator[AdapterPublisher]:
-    publisher = await asyncio.to_thread(AdapterPublisher, config, run)
+async def publishing(
+    config: Config, run: str | None = None, *, incarnation: str = ""
+) -> AsyncIterator[AdapterPublisher]:
+    publisher = await asyncio.to_thread(AdapterPublisher, config, run, incarnation=incarnation)
     try:
         yield publisher
     finally:
@@ -406,6 +408,18 @@ async def test_closing_ends_the_run_and_the_next_trainer_begins_it_again(group: 
     assert (await group.registry.fleet()).runs["run"].ended_at > 0
     async with publishing(group.config):
         assert (await group.registry.fleet()).runs["run"].ended_at == 0
+
+
+async def test_publishers_of_one_incarnation_share_a_window(group: Group) -> None:
+    versions = []
+    for _ in range(2):
+        async with publishing(group.config, incarnation="mine") as publisher:
+            publication = await publish(publisher, group.adapter())
+            assert await outcome(publication) == CURRENT
+            assert publisher.epoch == 1
+            versions.append(publication.adapter_id)
+    table = await group.registry.table()
+    assert {name: table.versions[name].state for name in versions} == {versions[0]: "retained", versions[1]: "current"}
 
 
 async def test_an_announcement_that_redis_lost_is_made_again(group: Group, publisher: AdapterPublisher) -> None:

@@ -120,10 +120,13 @@ class AdapterPublisher:
     """One trainer's hold on a run. Safe to use from several threads; versions come in the order of the calls.
 
     `config.trainer` names run and window unless given here. ConfigError without a run, ControlUnavailable without
-    Redis.
+    Redis. Each publisher is a trainer of its own, which replaces the one before; those that name the same `incarnation`
+    are one, whose versions share a window.
     """
 
-    def __init__(self, config: Config, run: str | None = None, *, max_staleness: int | None = None) -> None:
+    def __init__(
+        self, config: Config, run: str | None = None, *, max_staleness: int | None = None, incarnation: str = ""
+    ) -> None:
         self.run = check_run(run or config.trainer.run or _no_run(), base_model=config.group.base_model)
         self.max_staleness = config.trainer.max_staleness if max_staleness is None else max_staleness
         if self.max_staleness < 0:
@@ -131,6 +134,7 @@ class AdapterPublisher:
         self.epoch = 0
         self.latest_seq = 0
         self._reserved = 0
+        self._named = incarnation
         self._incarnation = ""
         self.current_seq: int | None = None
         self._store = ArtifactStore(Path(config.store.path))
@@ -282,7 +286,7 @@ class AdapterPublisher:
         log.warning("Redis lost its state: run %s goes on as trainer epoch %d", self.run, self.epoch)
 
     async def _begin(self) -> None:
-        nonce, host = secrets.token_hex(16), socket.gethostname()
+        nonce, host = self._named or secrets.token_hex(16), socket.gethostname()
         self._incarnation = nonce
         await self._insist(self._find_store)
         stored = await asyncio.to_thread(self._store.highest, self.run)

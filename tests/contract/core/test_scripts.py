@@ -58,6 +58,20 @@ async def test_begin_run_repeated_is_one_epoch(registry: Registry, lossy: Regist
     assert await kinds(registry) == {"run.began": 1}
 
 
+async def test_the_same_incarnation_opens_a_run_that_had_ended_without_another_epoch(registry: Registry) -> None:
+    assert await begin(registry, "a") == (1, 0)
+    assert await registry.end_run("run", epoch=1)
+    assert await begin(registry, "a") == (1, 0)
+    assert (await registry.fleet()).runs["run"].ended_at == 0
+    assert await kinds(registry) == {"run.began": 2, "run.ended": 1}
+
+
+async def test_an_incarnation_whose_epoch_redis_has_lost_gets_another(registry: Registry) -> None:
+    await begin(registry, "a")
+    stored = (4, 9)  # by others, in what was lost
+    assert await registry.begin_run("run", nonce="a", max_staleness=1, trainer="host", stored=stored) == (5, 9)
+
+
 # reserve
 
 

@@ -31,6 +31,7 @@ from adaptersync_tools.output import console, print_json, state
 
 LOOK_S = 0.1
 PAGE = 256
+SHELL = "shell"  # the incarnation of every trainer that is this command
 
 
 @click.command()
@@ -48,8 +49,9 @@ def publish(
 ) -> int:
     """Publish a PEFT adapter as the next version.
 
-    This begins a new incarnation of the run's trainer: one that still runs can publish no more. Exit status 0 when the
-    version became current (with --no-wait: when it is announced), 1 when it did not.
+    A trainer of the run that is still going can publish no more. What this command publishes, call after call, shares
+    a window: `adaptersync rollback` finds the version before. Exit status 0 when the version became current (with
+    --no-wait: when it is announced), 1 when it did not.
 
     \b
     Example:
@@ -58,7 +60,7 @@ def publish(
     from adaptersync.trainer import AdapterPublisher
 
     out = console()
-    with AdapterPublisher(settings(config_path), run=run) as publisher:
+    with AdapterPublisher(settings(config_path), run=run, incarnation=SHELL) as publisher:
         publication = publisher.publish(directory, step=step)
         if not as_json:
             out.print(Text.assemble("published ", (publication.adapter_id, "bold")))

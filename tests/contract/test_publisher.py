@@ -93,10 +93,8 @@ async def group(redis_url: str, cache_url: str, tmp_path: Path) -> AsyncIterator
 
 
 @asynccontextmanager
-async def publishing(
-    config: Config, run: str | None = None, *, incarnation: str = ""
-) -> AsyncIterator[AdapterPublisher]:
-    publisher = await asyncio.to_thread(AdapterPublisher, config, run, incarnation=incarnation)
+async def publishing(config: Config, run: str | None = None, **more: str) -> AsyncIterator[AdapterPublisher]:
+    publisher = await asyncio.to_thread(AdapterPublisher, config, run, incarnation=more.get("incarnation", ""))
     try:
         yield publisher
     finally:
@@ -411,15 +409,11 @@ async def test_closing_ends_the_run_and_the_next_trainer_begins_it_again(group: 
 
 
 async def test_publishers_of_one_incarnation_share_a_window(group: Group) -> None:
-    versions = []
     for _ in range(2):
         async with publishing(group.config, incarnation="mine") as publisher:
-            publication = await publish(publisher, group.adapter())
-            assert await outcome(publication) == CURRENT
-            assert publisher.epoch == 1
-            versions.append(publication.adapter_id)
-    table = await group.registry.table()
-    assert {name: table.versions[name].state for name in versions} == {versions[0]: "retained", versions[1]: "current"}
+            assert await outcome(await publish(publisher, group.adapter())) == CURRENT
+    versions = (await group.registry.table()).versions.values()
+    assert {version.seq: version.state for version in versions} == {1: "retained", 2: "current"}
 
 
 async def test_an_announcement_that_redis_lost_is_made_again(group: Group, publisher: AdapterPublisher) -> None:

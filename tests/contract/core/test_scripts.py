@@ -40,38 +40,6 @@ async def begin(registry: Registry, nonce: str = "n1", max_staleness: int = 1) -
     return await registry.begin_run("run", nonce=nonce, max_staleness=max_staleness, trainer="host")
 
 
-# begin_run
-
-
-async def test_every_incarnation_of_a_trainer_gets_the_next_epoch(registry: Registry) -> None:
-    assert await begin(registry, "a") == (1, 0)
-    assert await registry.reserve("run", epoch=1, nonce="x") == 1
-    assert await begin(registry, "b", max_staleness=3) == (2, 1)
-    fleet = await registry.fleet()
-    assert (fleet.runs["run"].epoch, fleet.runs["run"].seq, fleet.runs["run"].max_staleness) == (2, 1, 3)
-    assert await registry.runs() == ["run"]
-    assert await kinds(registry) == {"run.began": 2}
-
-
-async def test_begin_run_repeated_is_one_epoch(registry: Registry, lossy: Registry) -> None:
-    assert await insist(lambda: begin(lossy)) == ((1, 0), 2)
-    assert await kinds(registry) == {"run.began": 1}
-
-
-async def test_the_same_incarnation_opens_a_run_that_had_ended_without_another_epoch(registry: Registry) -> None:
-    assert await begin(registry, "a") == (1, 0)
-    assert await registry.end_run("run", epoch=1)
-    assert await begin(registry, "a") == (1, 0)
-    assert (await registry.fleet()).runs["run"].ended_at == 0
-    assert await kinds(registry) == {"run.began": 2, "run.ended": 1}
-
-
-async def test_an_incarnation_whose_epoch_redis_has_lost_gets_another(registry: Registry) -> None:
-    await begin(registry, "a")
-    stored = (4, 9)  # by others, in what was lost
-    assert await registry.begin_run("run", nonce="a", max_staleness=1, trainer="host", stored=stored) == (5, 9)
-
-
 # reserve
 
 

@@ -8,8 +8,7 @@
     │   ├── NameTaken        the name exists with other bytes; a name is never rewritten
     │   ├── ArtifactCorrupt  bytes differ from what the manifest says
     │   ├── StagingFailed    this host's own disk failed, which says nothing of the version
-    │   ├── StoreGone        what is there is not the group's store; its mount may come back
-    │   └── JournalUnwritten the coordinator's journal cannot be written at the moment
+    │   └── StoreGone        what is there is not the group's store; its mount may come back
     ├── ControlError         Redis said no, or could not be asked
     │   ├── ControlUnavailable
     │   ├── Forgotten        Redis stands at an older state than the caller's
@@ -102,11 +101,6 @@ class StagingFailed(StoreError):
 
 class StoreGone(StoreError):
     code = "store-gone"
-    retryable = True
-
-
-class JournalUnwritten(StoreError):
-    code = "journal-unwritten"
     retryable = True
 
 

@@ -17,7 +17,7 @@ from adaptersync.coordinator.app import Coordinator
 from adaptersync.router.table import TableView
 from adaptersync.trainer.publisher import AdapterPublisher
 from adaptersync_core.config import Config, CoordinatorSection, GroupSection, JobsSection, RedisSection, StoreSection
-from adaptersync_core.errors import ControlError, JournalUnwritten, StoreError
+from adaptersync_core.errors import ControlError, StoreError
 from adaptersync_core.keys import Keys
 from adaptersync_core.records import Request
 from adaptersync_core.redis import RedisClient
@@ -309,7 +309,7 @@ async def test_nothing_is_decided_while_the_journal_cannot_be_written(
     first = await group.publish(publisher)
 
     def full(*_: object) -> None:
-        raise JournalUnwritten("journal cannot be written: No space left on device")
+        raise StoreError("journal cannot be written: No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr("adaptersync.coordinator.journal.Journal.write", full)

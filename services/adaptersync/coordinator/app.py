@@ -24,7 +24,7 @@ from adaptersync.coordinator.recovery import (
 )
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
-from adaptersync_core.errors import AdapterSyncError, Conflict, ControlError, Fenced, JournalUnwritten, StoreGone
+from adaptersync_core.errors import AdapterSyncError, Conflict, ControlError, Fenced, StoreGone
 from adaptersync_core.events import VersionPromoted
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
@@ -65,7 +65,7 @@ async def _coordinate(config: Config) -> None:
                     if str(error) != said:  # once, not every tick until a mount is back
                         log.warning("will try again: %s", error)
                     said = str(error)
-                    if isinstance(error, JournalUnwritten) or (not error.retryable and not isinstance(error, Fenced)):
+                    if not error.retryable and not isinstance(error, Fenced):
                         # who cannot decide does not lead: status says so, and another may be able to
                         await coordinator.give_up()
                         await asyncio.sleep(config.coordinator.lease_s)  # or each try would be told as an election

@@ -22,7 +22,7 @@ from typing import BinaryIO
 import msgspec
 from msgspec import Struct
 
-from adaptersync_core.errors import JournalUnwritten, StoreError
+from adaptersync_core.errors import StoreError
 from adaptersync_core.records import Decision, RunRecord, VersionRecord
 from adaptersync_core.store import DIRECTORY_MODE, sync_directory, write_durably
 from adaptersync_core.store_identity import check
@@ -188,8 +188,8 @@ def _drop_torn(file: BinaryIO) -> None:
             file.truncate(file.read().rfind(b"\n") + 1)
 
 
-def _unwritten(error: OSError, path: Path) -> JournalUnwritten:
-    return JournalUnwritten(
+def _unwritten(error: OSError, path: Path) -> StoreError:
+    return StoreError(
         f"journal cannot be written: {error.strerror}",
         next_step="nothing is decided until it can: check space and permissions of the store",
         path=str(path),

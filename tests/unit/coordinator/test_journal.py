@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from adaptersync.coordinator import journal as journal_module
 from adaptersync.coordinator.journal import Entry, Journal, Recollection, intent, outcome, remember
-from adaptersync_core.errors import JournalUnwritten, StoreError
+from adaptersync_core.errors import StoreError
 from adaptersync_core.records import Decision, RunRecord, VersionRecord
 from adaptersync_core.table import LiveState, LiveVersion, RunEntry, Table
 
@@ -143,7 +143,7 @@ def test_what_cannot_be_written_is_an_error_that_says_so(tmp_path: Path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(JournalUnwritten, match="No space left on device"):
+    with pytest.raises(StoreError, match="No space left on device"):
         journal.write(committed(1, v1="staging"), Recollection())
-    with pytest.raises(JournalUnwritten, match="No space left on device"):
+    with pytest.raises(StoreError, match="No space left on device"):
         journal.begin("b", Recollection())

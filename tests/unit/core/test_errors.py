@@ -50,4 +50,4 @@ def test_the_docstring_draws_the_whole_tree() -> None:
 
 def test_what_may_succeed_later_says_so() -> None:
     retryable = {kind.__name__ for kind in TREE if kind.retryable}
-    assert retryable == {"ControlUnavailable", "Conflict", "EngineUnavailable", "JournalUnwritten", "StoreGone"}
+    assert retryable == {"ControlUnavailable", "Conflict", "EngineUnavailable", "StoreGone"}

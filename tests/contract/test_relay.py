@@ -34,6 +34,7 @@ from adaptersync_core.registry import Registry
 from adaptersync_core.table import Table
 from support.artifacts import small_adapter
 from support.scripted import ScriptedReplica
+from support.unclosed import nothing_unclosed
 from support.upstreams import Upstream, upstream
 from support.wait import wait_until
 
@@ -201,6 +202,17 @@ async def test_a_trainer_that_could_not_begin_may_start_once_more(
     assert (await bench.get("/server_info"))[0] == 200
     status, text = await bench.load(1, bench.adapter(2))
     assert (status, "is run-v2-" in text) == (200, True)
+
+
+async def test_a_relay_that_cannot_begin_leaves_nothing_open(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(config: Config) -> None:
+        raise ControlUnavailable("Redis is away")
+
+    monkeypatch.setattr("adaptersync.trainer.relay.AdapterPublisher", away)
+    with nothing_unclosed(), pytest.raises(ControlUnavailable):
+        await web.AppRunner(relay_app(config_of(redis_url, "http://127.0.0.1:1", tmp_path))).setup()
 
 
 async def test_a_trainer_that_starts_again_does_not_wait_for_the_load_of_the_one_before(

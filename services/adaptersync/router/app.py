@@ -70,27 +70,32 @@ async def run_router(config: Config) -> None:
 @contextlib.asynccontextmanager
 async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[Serving]:
     """A router that serves while the context lasts, which then waits up to `drain_s` for requests in flight."""
-    session = ClientSession(
-        connector=TCPConnector(limit=0, keepalive_timeout=IDLE_S),
-        timeout=ClientTimeout(total=config.router.request_timeout_s, sock_connect=config.router.connect_timeout_s),
-        cookie_jar=DummyCookieJar(),
-        auto_decompress=False,
-        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-    )
-    async with session, _serving(config, session, drain_s=drain_s) as router:  # closed also where nothing can be served
+    async with contextlib.AsyncExitStack() as opened, _serving(config, opened, drain_s=drain_s) as router:
         yield router
 
 
 @contextlib.asynccontextmanager
-async def _serving(config: Config, session: ClientSession, *, drain_s: float) -> AsyncIterator[Serving]:
+async def _serving(config: Config, opened: contextlib.AsyncExitStack, *, drain_s: float) -> AsyncIterator[Serving]:
+    """`opened` closes what was opened here, also where nothing can be served."""
     settings = config.router
     # every process counts and reports for itself, also where several share a name and a port
     name = f"{settings.name}-{secrets.token_hex(3)}"
     keys = Keys(config.group.name)
     control = RedisClient(config.redis.control_url, name=name)
+    opened.push_async_callback(control.close)
     registry = Registry(control, keys)
     cache = Pipe(config.redis.cache_url or config.redis.control_url, name=name, timeout_s=CACHE_TIMEOUT_S)
     rows = Pipe(config.redis.control_url, name=name, timeout_s=ROWS_TIMEOUT_S)
+    for pipe in (rows, cache):
+        opened.push_async_callback(pipe.close)
+    session = ClientSession(
+        connector=TCPConnector(limit=0, keepalive_timeout=IDLE_S),
+        timeout=ClientTimeout(total=settings.request_timeout_s, sock_connect=settings.connect_timeout_s),
+        cookie_jar=DummyCookieJar(),
+        auto_decompress=False,
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+    )
+    opened.push_async_callback(session.close)
     view = TableView(registry, max_age_s=settings.table_max_age_s)
     admission = Admission(
         view,
@@ -188,9 +193,6 @@ async def _serving(config: Config, session: ClientSession, *, drain_s: float) ->
         await ownership.leave()
         with contextlib.suppress(ControlError):
             await registry.forget_router(name)
-        await cache.close()
-        await rows.close()
-        await control.close()
 
 
 async def _work(*loops: Coroutine[Any, Any, None]) -> None:

@@ -142,11 +142,13 @@ class Relay:
             timeout=aiohttp.ClientTimeout(total=self._config.router.request_timeout_s),
             skip_auto_headers=("Accept-Encoding",),  # what is passed on says nothing of an encoding
         )
-        await self._begin()
-        yield
-        await self.end()  # once more: who asked meanwhile has begun
-        await self._session.close()
-        await self._client.close()
+        try:
+            await self._begin()
+            yield
+        finally:
+            await self.end()  # once more: who asked meanwhile has begun
+            await self._session.close()
+            await self._client.close()
 
     async def end(self, app: web.Application | None = None) -> None:
         """Let go of the run; a load that waits for the fleet fails at once."""

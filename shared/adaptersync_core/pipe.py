@@ -138,7 +138,7 @@ class _Line(asyncio.Protocol):
         self._where = where
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
-        self._reader = hiredis.Reader(encoding="utf-8", replyError=_refused)
+        self._reader = hiredis.Reader(encoding="utf-8", errors="backslashreplace", replyError=_refused)
         self._waiting: deque[tuple[asyncio.Future[Any], float]] = deque()
         self._out: list[bytes] = []
         self._watch: asyncio.TimerHandle | None = None

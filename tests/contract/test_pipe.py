@@ -41,6 +41,10 @@ async def test_replies_belong_to_their_calls(pipe: Pipe) -> None:
     assert await pipe.calls([("SET", "a", "é"), ("GET", "a"), ("MGET", "a", "b")]) == ["OK", "é", ["é", None]]
 
 
+async def test_bytes_that_are_no_text_do_not_end_the_connection(pipe: Pipe) -> None:
+    assert await pipe.calls([("ECHO", b"\xff\xfe"), ("ECHO", "next")]) == [r"\xff\xfe", "next"]
+
+
 async def test_a_refusal_concerns_its_own_call_only(pipe: Pipe) -> None:
     await pipe.call("SET", "text", "x")
     replies: list[object] = await asyncio.gather(

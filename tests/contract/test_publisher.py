@@ -93,8 +93,8 @@ async def group(redis_url: str, cache_url: str, tmp_path: Path) -> AsyncIterator
 
 
 @asynccontextmanager
-async def publishing(config: Config, run: str | None = None, **more: str) -> AsyncIterator[AdapterPublisher]:
-    publisher = await asyncio.to_thread(AdapterPublisher, config, run, incarnation=more.get("incarnation", ""))
+async def publishing(config: Config, run: str | None = None, incarnation: str = "") -> AsyncIterator[AdapterPublisher]:
+    publisher = await asyncio.to_thread(AdapterPublisher, config, run, incarnation=incarnation)
     try:
         yield publisher
     finally:

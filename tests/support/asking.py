@@ -1,4 +1,4 @@
-"""Asking a server again until it answers, and what its stream of events tells."""
+"""Beginning a run, asking a server again until it answers, and what its stream of events tells."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ async def insist(call: Callable[[], Awaitable[Any]]) -> tuple[Any, int]:
         except ControlUnavailable:
             continue
     raise AssertionError("never answered")
+
+
+async def begin(
+    registry: Registry, nonce: str = "n1", max_staleness: int = 1, stored: tuple[int, int] = (0, 0)
+) -> tuple[int, int]:
+    """A trainer begins the run `run`."""
+    return await registry.begin_run("run", nonce=nonce, max_staleness=max_staleness, trainer="host", stored=stored)
 
 
 async def events(registry: Registry) -> list[dict[str, str]]:

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from adaptersync_core.registry import Registry
-from support.asking import insist, kinds
-
-
-async def begin(
-    registry: Registry, nonce: str = "a", max_staleness: int = 1, stored: tuple[int, int] = (0, 0)
-) -> tuple[int, int]:
-    return await registry.begin_run("run", nonce=nonce, max_staleness=max_staleness, trainer="host", stored=stored)
+from support.asking import begin, insist, kinds
 
 
 async def test_every_incarnation_of_a_trainer_gets_the_next_epoch(registry: Registry) -> None:

@@ -26,7 +26,7 @@ from adaptersync_core.records import (
 from adaptersync_core.registry import OPEN_REQUESTS, Registry
 from adaptersync_core.table import LiveVersion, Member, RunEntry, Table
 from support.artifacts import REPORT, manifest_of, small_adapter
-from support.asking import events, insist, kinds
+from support.asking import begin, events, insist, kinds
 
 ALIVE_S = 5.0
 
@@ -34,10 +34,6 @@ ALIVE_S = 5.0
 @pytest.fixture
 def manifest(tmp_path: Path) -> Manifest:
     return manifest_of(small_adapter(tmp_path / "a"))
-
-
-async def begin(registry: Registry, nonce: str = "n1", max_staleness: int = 1) -> tuple[int, int]:
-    return await registry.begin_run("run", nonce=nonce, max_staleness=max_staleness, trainer="host")
 
 
 # reserve

@@ -126,11 +126,16 @@ class RouterSection(Section, frozen=True, kw_only=True):
     table_max_age_s: float = 60.0
     """How long to serve without Redis; at most 60, for which retirement waits."""
     blocks_per_version: int = 500_000
-    """Owned prefix blocks kept for one version."""
+    """Owned prefix blocks kept for one version, about 100 bytes each; they go with the version, so a group keeps as
+    many times this as it has live versions."""
     blocks_per_request: int = 512
     """Blocks of one prompt that are looked up; the rest of a long prompt follows the head."""
+    policy: Literal["promise", "threshold"] = "promise"
+    """How a replica is chosen. `promise`: a new prompt goes to where, with the rest of its group, there will be least to
+    do, and owners may be `spill` ahead of the mean. `threshold`: `spill` ahead of the least loaded, as others do it.
+    `adaptersync bench policy` compares them. Routers of one group should have the same."""
     spill: int = 8
-    """How many requests in flight an owner may be ahead of the least loaded replica."""
+    """How many requests in flight an owner may be ahead; by `promise` at least an eighth of the mean."""
     spool_path: str = "/var/lib/adaptersync/spool"
     """A directory on this host's disk where ledger rows wait for Redis, across restarts of the router; its group has a
     directory of its own in it. Who wipes a group on purpose removes that, too: it holds rows that would come back."""

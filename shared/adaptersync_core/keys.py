@@ -36,6 +36,8 @@ VERSION_TTL_S = 30 * 86400  # how long the fate of a version that is gone can be
 OWNERSHIP_TTL_S = 6 * 3600  # ownership of a version nobody asks for any more
 LANE_TTL_S = 600  # bytes in the fast lane; long enough for the slowest replica, short enough to leave no heap
 INFLIGHT_TTL_S = 60  # in-flight counts when no router is left
+PROMISES_TTL_S = 600  # what is expected of a version of which no new prompt came
+REPEATS_TTL_S = 86400  # how often a run's prompts are asked for, when it stands still
 
 SPECS = (
     KeySpec(pattern="control", type="hash", server="control", writer="coordinator", bound="6 fields"),
@@ -121,6 +123,22 @@ SPECS = (
         bound="routers x replicas",
         ttl_s=INFLIGHT_TTL_S,
     ),
+    KeySpec(
+        pattern="promises:{version}",
+        type="hash",
+        server="cache",
+        writer="router",
+        bound="4096 prompts and one a replica",
+        ttl_s=PROMISES_TTL_S,
+    ),
+    KeySpec(
+        pattern="repeats:{run}",
+        type="hash",
+        server="cache",
+        writer="router",
+        bound="2 fields",
+        ttl_s=REPEATS_TTL_S,
+    ),
 )
 
 
@@ -167,3 +185,9 @@ class Keys:
 
     def owned(self, adapter_id: str) -> str:
         return f"{self._head}owned:{adapter_id}"
+
+    def promises(self, adapter_id: str) -> str:
+        return f"{self._head}promises:{adapter_id}"
+
+    def repeats(self, run: str) -> str:
+        return f"{self._head}repeats:{run}"

@@ -105,7 +105,12 @@ async def _serving(config: Config, opened: contextlib.AsyncExitStack, *, drain_s
         held_requests=settings.held_requests,
     )
     ownership = Ownership(
-        cache, keys, router=name, spill=settings.spill, blocks_per_version=settings.blocks_per_version
+        cache,
+        keys,
+        router=name,
+        policy=settings.policy,
+        spill=settings.spill,
+        blocks_per_version=settings.blocks_per_version,
     )
     attempts, outages, metrics = Attempts(), Outages(), Metrics()
     ledger = await Ledger.at(
@@ -172,6 +177,7 @@ async def _serving(config: Config, opened: contextlib.AsyncExitStack, *, drain_s
                 view.follow(bell),
                 ring_on_events(bell, config.redis.control_url, keys.events, name=name, unless=REPORTS),
                 _renew(view, attempts, outages),
+                _forget(view, ownership),
                 ownership.beat(),
                 ownership.tell_ends(),
                 ledger.write(),
@@ -206,3 +212,10 @@ async def _renew(view: TableView, attempts: Attempts, outages: Outages) -> None:
         if await view.change(60.0):
             outages.renew(view.table.silent())
             attempts.look(view.table)
+
+
+async def _forget(view: TableView, ownership: Ownership) -> None:
+    while True:
+        await ownership.forget(view.table.versions)
+        await view.change(60.0)  # one that came meanwhile is seen with the next
+

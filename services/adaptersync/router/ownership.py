@@ -1,9 +1,9 @@
-"""Who owns which prefix and who is how busy, shared by all routers of a group through the cache server.
+"""Who owns which prefix, who is how busy and what is expected, shared by all routers of a group by the cache server.
 
 One script call decides, counts and learns (`route.lua`); ends of requests are given back in batches; once a second
 the router says what it really has in flight, which mends every count that was lost and drops those of routers that
-died. When the cache server is away or slow the router decides alone, by the prompt's own hash and its own counts:
-same prompts still meet.
+died. A version that left the table takes what was kept of it along. When the cache server is away or slow the router
+decides alone, by the prompt's own hash and its own counts: same prompts still meet.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from adaptersync.router.policy import Choice, Standing, choose
+from adaptersync.router.policy import Choice, Policy, Standing, choose
 from adaptersync_core.bus import Bell
 from adaptersync_core.errors import ControlError
-from adaptersync_core.keys import INFLIGHT_TTL_S, OWNERSHIP_TTL_S, Keys
+from adaptersync_core.identity import is_adapter_id, parse_adapter_id
+from adaptersync_core.keys import INFLIGHT_TTL_S, OWNERSHIP_TTL_S, PROMISES_TTL_S, REPEATS_TTL_S, Keys
 from adaptersync_core.pipe import Pipe
 from adaptersync_core.scripts import Script
 
@@ -30,15 +31,19 @@ log = logging.getLogger(__name__)
 class Ownership:
     """The decision, as this router asks for it. `inflight` are its own requests by replica."""
 
-    def __init__(self, pipe: Pipe, keys: Keys, *, router: str, spill: int, blocks_per_version: int) -> None:
+    def __init__(
+        self, pipe: Pipe, keys: Keys, *, router: str, policy: Policy, spill: int, blocks_per_version: int
+    ) -> None:
         self._pipe = pipe
         self._keys = keys
         self._router = router
+        self._policy: Policy = policy
         self._spill = spill
         self._blocks_per_version = blocks_per_version
         self._scripts = {name: Script(name) for name in ("route", "release", "count")}
         self._ended: Counter[str] = Counter()
         self._bell = Bell()
+        self._touches: dict[str, tuple[str, ...]] = {}
         self.inflight: Counter[str] = Counter()
 
     @property
@@ -49,19 +54,21 @@ class Ownership:
         """One of the candidates (at least one), counted in flight until `release`."""
         arguments: tuple[str | int, ...] = (
             self._router,
+            self._policy,
             self._spill,
             turn,
             self._blocks_per_version,
             OWNERSHIP_TTL_S,
             INFLIGHT_TTL_S,
+            PROMISES_TTL_S,
+            REPEATS_TTL_S,
             len(candidates),
             *candidates,
             *hashes,
         )
+        touched = self._touches.get(version) or self._touched(version)
         try:
-            replica, outcome, owned = await self._pipe.script(
-                self._scripts["route"], (self._keys.owned(version), self._keys.inflight), arguments
-            )
+            replica, outcome, owned = await self._pipe.script(self._scripts["route"], touched, arguments)
             choice = Choice(replica=replica, outcome=outcome, owned=owned)
         except ControlError:
             choice = self._alone(candidates, turn)
@@ -92,6 +99,16 @@ class Ownership:
             await self._count(LEASE_S)
             await asyncio.sleep(BEAT_S)
 
+    async def forget(self, live: Collection[str]) -> None:
+        """Free what is kept of versions that this router asked for and that are no longer live."""
+        gone = [version for version in self._touches if is_adapter_id(version) and version not in live]
+        for version in gone:
+            owned, _, promises, _ = self._touches.pop(version)
+            try:
+                await self._pipe.call("UNLINK", owned, promises)
+            except ControlError as error:
+                log.debug("not freed, it expires: %s", error)
+
     async def leave(self) -> None:
         """Give everything back at once."""
         self.inflight.clear()
@@ -107,6 +124,13 @@ class Ownership:
         except ControlError as error:
             log.debug("counts not told, the next beat mends them: %s", error)
 
+    def _touched(self, version: str) -> tuple[str, ...]:
+        """The keys that a choice for this version touches; remembered, and with them who is to be forgotten."""
+        run = parse_adapter_id(version).run if is_adapter_id(version) else version  # the base model is a run of its own
+        keys = (self._keys.owned(version), self._keys.inflight, self._keys.promises(version), self._keys.repeats(run))
+        self._touches[version] = keys
+        return keys
+
     def _alone(self, candidates: Sequence[str], turn: int) -> Choice:
         """The same rule with the replica that the prompt's hash falls on as its owner."""
         home = turn % len(candidates)
@@ -114,5 +138,5 @@ class Ownership:
             Standing(replica=name, owned=int(place == home), inflight=self.inflight[name])
             for place, name in enumerate(candidates)
         ]
-        choice = choose(standings, spill=self._spill, turn=turn)
+        choice = choose(standings, policy=self._policy, spill=self._spill, turn=turn)
         return Choice(replica=choice.replica, outcome="local", owned=0)

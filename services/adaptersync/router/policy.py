@@ -1,9 +1,19 @@
-"""Which replica a request should go to, from what is owned and what is in flight. Pure.
+"""Which replica a request should go to, from what is owned, what is in flight and what is promised. Pure.
 
 This is the readable form of the decision; `scripts/route.lua` makes the same one where the state is, and a test holds
-the two together. The rule: the replica that owns most of the prompt, unless it is more than `spill` requests ahead of
-the least loaded one. A prefix that leads to several different continuations is boilerplate (a chat template, a shared
-system prompt): everybody will have it soon, so owning it speaks for nobody.
+the two together. A request goes to the replica that owns most of its prompt, unless that one is too far ahead of the
+others; then, and when nobody owns it, to the one with least to do. A policy says what these words mean:
+
+- `promise`: too far is more than `spill`, and more than an eighth, ahead of the mean in flight, and what a replica has
+  to do is what is in flight there and what is promised to it (`promises.py`): a prompt brings the rest of its group.
+- `threshold`: too far is more than `spill` ahead of the least loaded, and what is in flight is all. This is the rule of
+  the published Hugging Face proxy, here with its spilled prompts keeping their affinity.
+
+The mean stands still where the least loaded replica moves with every answer, so a group is torn apart less often for
+the same largest load; and promises keep two groups that began in the same moment from growing on one replica.
+
+A prefix that leads to several different continuations is boilerplate (a chat template, a shared system prompt):
+everybody will have it soon, so owning it speaks for nobody.
 """
 
 from __future__ import annotations
@@ -14,9 +24,11 @@ from typing import Literal
 from msgspec import Struct
 
 Outcome = Literal["affinity", "cold", "spill", "local"]
+Policy = Literal["promise", "threshold"]
 
 HEAD = 4  # hex digits of a block's hash by which its parent remembers it: 1 in 65,536 branches is seen one prompt later
 MANY = "*"
+EVEN = 8  # a replica is as busy as the others while it is no more than one in so many ahead of their mean
 
 
 class Block(Struct, frozen=True, kw_only=True):
@@ -27,11 +39,13 @@ class Block(Struct, frozen=True, kw_only=True):
 
 
 class Standing(Struct, frozen=True, kw_only=True):
-    """One candidate: how many blocks beyond the boilerplate it owns, and its requests in flight from all routers."""
+    """One candidate: how many blocks beyond the boilerplate it owns, its requests in flight from all routers, and how
+    many more of prompts that went there are expected."""
 
     replica: str
     owned: int
     inflight: int
+    promised: int = 0
 
 
 class Choice(Struct, frozen=True, kw_only=True):
@@ -66,14 +80,21 @@ def owned(known: Sequence[Block], common: int) -> dict[str, int]:
     return depth
 
 
-def choose(standings: Sequence[Standing], *, spill: int, turn: int) -> Choice:
+def choose(standings: Sequence[Standing], *, policy: Policy, spill: int, turn: int) -> Choice:
     """The rule, over at least one candidate. `turn` breaks ties: a prompt breaks them the same way everywhere."""
     shift = turn % len(standings)
     order = [*standings[shift:], *standings[:shift]]
-    least = min(order, key=lambda standing: standing.inflight)
-    owners = [standing for standing in order if standing.owned > 0]
-    near = [standing for standing in owners if standing.inflight - least.inflight <= spill]
-    if near:
-        best = max(near, key=lambda standing: (standing.owned, -standing.inflight))
+    if policy == "promise":
+        # compared as whole numbers, so that both forms of the rule round alike: not at all
+        total = sum(standing.inflight for standing in order)
+        most = max(total + spill * len(order), total + total // EVEN)
+        near = [standing for standing in order if standing.inflight * len(order) <= most]
+    else:
+        least = min(standing.inflight for standing in order)
+        near = [standing for standing in order if standing.inflight - least <= spill]
+    if owners := [standing for standing in near if standing.owned > 0]:
+        best = max(owners, key=lambda standing: (standing.owned, -standing.inflight))
         return Choice(replica=best.replica, outcome="affinity", owned=best.owned)
-    return Choice(replica=least.replica, outcome="spill" if owners else "cold", owned=least.owned)
+    best = min(near, key=lambda standing: standing.inflight + (standing.promised if policy == "promise" else 0))
+    known = any(standing.owned > 0 for standing in order)
+    return Choice(replica=best.replica, outcome="spill" if known else "cold", owned=best.owned)

@@ -133,7 +133,7 @@ async def test_ends_are_told_at_once_and_stay_told(cache_url: str) -> None:
     """Without the beat, which would mend a count that was not told; and the beat does not bring it back."""
     keys, pipe = Keys("test"), Pipe(cache_url, name="test", timeout_s=2.0)
     await pipe.connect()
-    ownership = Ownership(pipe, keys, router="left", spill=8, blocks_per_version=1000)
+    ownership = Ownership(pipe, keys, router="left", policy="promise", spill=8, blocks_per_version=1000)
     telling = asyncio.create_task(ownership.tell_ends())
     choices = [await ownership.choose(V1, (), ("r0", "r1"), turn) for turn in range(4)]
     assert await pipe.call("HGET", keys.inflight, "r0") == "2"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import random
 from collections.abc import Callable, Iterator, Sequence
+from typing import get_args
 
 import pytest
 import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adaptersync.router.policy import HEAD, MANY, Block, Choice, Standing, boilerplate, choose, owned
+from adaptersync.router.books import OWNERS, Books
+from adaptersync.router.policy import MANY, Block, Choice, Policy
+from adaptersync.router.promises import DROPS, FORGET, PROMPTS
 from adaptersync_core.blocks import block_hashes
 from adaptersync_core.keys import Keys
 from adaptersync_core.scripts import Script
@@ -18,43 +21,7 @@ from adaptersync_core.scripts import Script
 KEYS = Keys("test")
 VERSION = "run-a-v1-000000000001"
 REPLICAS = ("r0", "r1", "r2", "r3")
-OWNERS = 16
-
-
-class Model:
-    """What the script keeps, in Python."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[str, Block] = {}
-        self.inflight: Counter[str] = Counter()
-
-    def route(self, hashes: Sequence[str], candidates: Sequence[str], *, spill: int, turn: int) -> Choice:
-        known: list[Block] = []
-        for name in hashes:
-            if name not in self.blocks:
-                break
-            known.append(self.blocks[name])
-        common = boilerplate(known, hashes)
-        depth = owned(known, common)
-        choice = choose(
-            [Standing(replica=r, owned=depth.get(r, 0), inflight=self.inflight[r]) for r in candidates],
-            spill=spill,
-            turn=turn,
-        )
-        self.inflight[choice.replica] += 1
-        for place, name in enumerate(hashes):
-            before = known[place] if place < len(known) else Block(child="", owners=())
-            following = hashes[place + 1][:HEAD] if place + 1 < len(hashes) else ""
-            child = before.child
-            if not child:
-                child = following
-            elif following and child != following:
-                child = MANY
-            owners = before.owners
-            if place >= common and choice.replica not in owners:
-                owners = (*owners, choice.replica)[-OWNERS:]
-            self.blocks[name] = Block(child=child, owners=owners)
-        return choice
+POLICIES = get_args(Policy)
 
 
 @pytest.fixture
@@ -74,6 +41,7 @@ def route(cache: redis.Redis) -> Route:
         hashes: Sequence[str],
         candidates: Sequence[str] = REPLICAS,
         *,
+        policy: Policy = "promise",
         spill: int = 8,
         turn: int = 0,
         limit: int = 100_000,
@@ -81,13 +49,18 @@ def route(cache: redis.Redis) -> Route:
     ) -> Choice:
         reply = cache.eval(
             script.source,
-            2,
+            4,
             KEYS.owned(VERSION),
             KEYS.inflight,
+            KEYS.promises(VERSION),
+            KEYS.repeats("run-a"),
             router,
+            policy,
             spill,
             turn,
             limit,
+            60,
+            60,
             60,
             60,
             len(candidates),
@@ -105,12 +78,12 @@ steps = st.lists(
     st.tuples(
         prompts,
         st.lists(st.sampled_from(REPLICAS), min_size=1, unique=True),
-        st.integers(0, 3),
         st.integers(0, 1000),
         st.booleans(),
     ),
     max_size=30,
 )
+spills = st.integers(0, 3)
 
 
 def hashes_of(prompt: str, version: str = VERSION) -> list[str]:
@@ -128,41 +101,80 @@ tables = st.lists(
 )
 
 
-@given(tables, steps)
+@pytest.mark.parametrize("policy", POLICIES)
+@given(tables, spills, steps)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_script_and_policy_agree(
     cache: redis.Redis,
     route: Route,
+    policy: Policy,
     table: list[tuple[str, str, list[list[str]]]],
-    steps: list[tuple[str, list[str], int, int, bool]],
+    spill: int,
+    steps: list[tuple[str, list[str], int, bool]],
 ) -> None:
     cache.flushall()
-    model = Model()
+    books = Books(policy=policy, spill=spill)
     for prompt, child, owners_by_block in table:
         for name, owners in zip(hashes_of(prompt), owners_by_block, strict=False):
-            model.blocks[name] = Block(child=child, owners=tuple(owners))
+            books.blocks[name] = Block(child=child, owners=tuple(owners))
             cache.hset(KEYS.owned(VERSION), name, f"{child}:{','.join(owners)}")
             cache.expire(KEYS.owned(VERSION), 60)  # as the script would have left it: no step may follow
     release = Script("release")
-    for prompt, candidates, spill, turn, ends in steps:
+    for prompt, candidates, turn, ends in steps:
         hashes = hashes_of(prompt)
-        expected = model.route(hashes, candidates, spill=spill, turn=turn)
-        assert route(hashes, candidates, spill=spill, turn=turn) == expected
+        expected = books.route(hashes, candidates, turn)
+        assert route(hashes, candidates, policy=policy, spill=spill, turn=turn) == expected
         if ends:
-            model.inflight[expected.replica] -= 1
+            books.release(expected.replica)
             cache.eval(release.source, 1, KEYS.inflight, "left", expected.replica, 1)
-    kept = {name: f"{block.child}:{','.join(block.owners)}" for name, block in model.blocks.items()}
+    kept = {name: f"{block.child}:{','.join(block.owners)}" for name, block in books.blocks.items()}
     assert cache.hgetall(KEYS.owned(VERSION)) == kept
-    counts = {name: int(value) for name, value in cache.hgetall(KEYS.inflight).items() if "|" not in name}
-    assert counts == {name: count for name, count in model.inflight.items() if count}
+    assert totals(cache) == {name: count for name, count in books.inflight.items() if count}
+    assert_same_promises(cache, books)
 
 
-def test_a_long_prompt_and_many_replicas_agree_too(route: Route) -> None:
-    model, fleet = Model(), [f"replica-{place}" for place in range(200)]
+def assert_same_promises(cache: redis.Redis, books: Books) -> None:
+    kept = {str(name): str(value) for name, value in cache.hgetall(KEYS.promises(VERSION)).items()}
+    first, following = int(kept.pop("#first", 0)), int(kept.pop("#next", 0))
+    order = [kept.pop(f"#{place}") for place in range(first, following)]
+    prompts = {name[1:]: value for name, value in kept.items() if name.startswith(":")}
+    assert order == list(books.promises.prompts)
+    assert prompts == {name: f"{each.left}:{each.replica}" for name, each in books.promises.prompts.items()}
+    by_replica = {name: int(value) for name, value in kept.items() if not name.startswith(":") and value != "0"}
+    assert by_replica == {name: more for name, more in books.promises.by_replica.items() if more}
+    repeats = cache.hgetall(KEYS.repeats("run-a"))
+    assert int(repeats.get("asked", 0)) == books.repeats.asked
+    assert int(repeats.get("prompts", 0)) == books.repeats.prompts
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_long_prompt_and_many_replicas_agree_too(route: Route, policy: Policy) -> None:
+    books = Books(policy=policy, spill=1)
+    fleet = [f"replica-{place}" for place in range(200)]
     hashes = block_hashes(VERSION, list(range(300)), 1, 300)
     other = block_hashes(VERSION, [*range(130), *range(900, 1000)], 1, 300)
     for turn, asked in enumerate([hashes, other, hashes, other[:200], hashes[:129], hashes] * 4):
-        assert route(asked, fleet, spill=1, turn=turn) == model.route(asked, fleet, spill=1, turn=turn)
+        assert route(asked, fleet, policy=policy, spill=1, turn=turn) == books.route(asked, fleet, turn)
+
+
+def test_long_lives_agree_too(cache: redis.Redis, route: Route) -> None:
+    """Until prompts are pushed out and the average has forgotten."""
+    books, chance = Books(policy="promise", spill=3), random.Random(1)
+    release, running = Script("release"), list[str]()
+    for step in range(900):
+        number = step // 4 - chance.randrange(12)  # of each, four requests or so, among those of a dozen others
+        hashes = block_hashes(VERSION, [7, number + 100, 1], 1, 100)
+        choice = books.route(hashes, REPLICAS, step)
+        assert route(hashes, spill=3, turn=step) == choice
+        running.append(choice.replica)
+        while len(running) > (90 if step < 600 else 4):
+            ended = running.pop(chance.randrange(len(running)))
+            books.release(ended)
+            cache.eval(release.source, 1, KEYS.inflight, "left", ended, 1)
+    assert_same_promises(cache, books)
+    assert int(cache.hget(KEYS.promises(VERSION), "#first") or 0) > 2 * DROPS
+    assert len(books.promises.prompts) == PROMPTS[0]
+    assert books.repeats.prompts < FORGET
 
 
 def test_a_spilled_prompt_keeps_its_affinity(route: Route) -> None:
@@ -196,7 +208,8 @@ def test_owners_of_one_block_are_bounded(cache: redis.Redis, route: Route) -> No
 def test_everything_expires(cache: redis.Redis, route: Route) -> None:
     route(hashes_of("ab"))
     assert 0 < cache.ttl(KEYS.owned(VERSION)) <= 60
-    assert 0 < cache.ttl(KEYS.inflight) <= 60
+    for key in (KEYS.inflight, KEYS.promises(VERSION), KEYS.repeats("run-a")):
+        assert 0 < cache.ttl(key) <= 60
 
 
 def count(cache: redis.Redis, router: str, lease_ms: int, **inflight: int) -> int:

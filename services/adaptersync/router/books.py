@@ -1,0 +1,71 @@
+"""The decision with all it remembers, in Python: what `scripts/route.lua` does where the state is. Pure.
+
+The simulation drives it, and tests hold the script to it. Routers do not use it: alone, they know too little.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from adaptersync.router.policy import HEAD, MANY, Block, Choice, Policy, Standing, boilerplate, choose, owned
+from adaptersync.router.promises import Promises, Repeats
+
+OWNERS = 16  # owners remembered of one block; the oldest gives way
+
+
+class Books:
+    """Of one version. Unbounded: what the script forgets for want of room is remembered here."""
+
+    def __init__(self, *, policy: Policy, spill: int) -> None:
+        self.policy: Policy = policy
+        self.spill = spill
+        self.blocks: dict[str, Block] = {}
+        self.inflight: Counter[str] = Counter()
+        self.promises = Promises()
+        self.repeats = Repeats()
+
+    def route(self, hashes: Sequence[str], candidates: Sequence[str], turn: int) -> Choice:
+        known: list[Block] = []
+        for name in hashes:
+            if name not in self.blocks:
+                break
+            known.append(self.blocks[name])
+        common = boilerplate(known, hashes)
+        depth = owned(known, common)
+        inflight = sum(self.inflight[name] for name in candidates)
+        if not inflight:
+            self.promises.quiet()
+        promised = self.promises.by_replica
+        choice = choose(
+            [
+                Standing(
+                    replica=name, owned=depth.get(name, 0), inflight=self.inflight[name], promised=promised[name]
+                )
+                for name in candidates
+            ],
+            policy=self.policy,
+            spill=self.spill,
+            turn=turn,
+        )
+        self.inflight[choice.replica] += 1
+        if self.policy == "promise":
+            self.promises.note(hashes, choice, self.repeats, inflight=inflight)
+        for place, name in enumerate(hashes):
+            before = known[place] if place < len(known) else Block(child="", owners=())
+            self.blocks[name] = _seen(before, hashes[place + 1 : place + 2], choice.replica if place >= common else "")
+        return choice
+
+    def release(self, replica: str) -> None:
+        self.inflight[replica] -= 1
+
+
+def _seen(block: Block, following: Sequence[str], owner: str) -> Block:
+    """The block after one more prompt went through it, to one more owner if that is not empty."""
+    child, owners = block.child, block.owners
+    if following:
+        head = following[0][:HEAD]
+        child = head if child in ("", head) else MANY
+    if owner and owner not in owners:
+        owners = (*owners, owner)[-OWNERS:]
+    return Block(child=child, owners=owners)

@@ -131,9 +131,9 @@ class RouterSection(Section, frozen=True, kw_only=True):
     blocks_per_request: int = 512
     """Blocks of one prompt that are looked up; the rest of a long prompt follows the head."""
     policy: Literal["promise", "threshold"] = "promise"
-    """How a replica is chosen. `promise`: a new prompt goes to where, with the rest of its group, there will be least to
-    do, and owners may be `spill` ahead of the mean. `threshold`: `spill` ahead of the least loaded, as others do it.
-    `adaptersync bench policy` compares them. Routers of one group should have the same."""
+    """How a replica is chosen. `promise`: a new prompt goes to where, with the groups that are expected, there is least
+    to do, and owners may be `spill` ahead of the mean. `threshold`: to the least loaded, and `spill` ahead of that one.
+    `adaptersync bench policy` compares them. All routers of a group should have the same."""
     spill: int = 8
     """How many requests in flight an owner may be ahead; by `promise` at least an eighth of the mean."""
     spool_path: str = "/var/lib/adaptersync/spool"

@@ -218,4 +218,3 @@ async def _forget(view: TableView, ownership: Ownership) -> None:
     while True:
         await ownership.forget(view.table.versions)
         await view.change(60.0)  # one that came meanwhile is seen with the next
-

@@ -39,9 +39,7 @@ class Books:
         promised = self.promises.by_replica
         choice = choose(
             [
-                Standing(
-                    replica=name, owned=depth.get(name, 0), inflight=self.inflight[name], promised=promised[name]
-                )
+                Standing(replica=name, owned=depth.get(name, 0), inflight=self.inflight[name], promised=promised[name])
                 for name in candidates
             ],
             policy=self.policy,

@@ -66,7 +66,7 @@ class Promises:
     def note(self, hashes: Sequence[str], choice: Choice, repeats: Repeats, *, inflight: int) -> None:
         """A request was routed by `choice` while `inflight` others were under way at the candidates.
 
-        A prompt is known by its last block. One that is owned but not remembered continues another: no group of its own.
+        A prompt is known by its last block. One that is owned but not remembered continues another and has no group.
         """
         if not hashes:
             return

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections import Counter
 
 import pytest
 
 from adaptersync.router.ownership import Ownership
+from adaptersync.router.policy import Choice
 from adaptersync.router.table import TableView
+from adaptersync_core.blocks import block_hashes
 from adaptersync_core.errors import ControlUnavailable
 from adaptersync_core.keys import Keys
 from adaptersync_core.pipe import Pipe
@@ -150,6 +153,76 @@ async def test_ends_are_told_at_once_and_stay_told(cache_url: str) -> None:
     assert await pipe.call("HKEYS", keys.inflight) == ["left|"]  # a lease, and nothing in flight
     beating.cancel()
     await pipe.close()
+
+
+async def test_two_routers_expect_the_same(cache_url: str) -> None:
+    """Each group split over both, shuffled; what one of them is promised, the other keeps."""
+    keys, pipes = Keys("test"), [Pipe(cache_url, name="test", timeout_s=5.0) for _ in range(2)]
+    for pipe in pipes:
+        await pipe.connect()
+    routers = [
+        Ownership(pipe, keys, router=name, policy="promise", spill=8, blocks_per_version=100_000)
+        for pipe, name in zip(pipes, ("left", "right"), strict=True)
+    ]
+    telling = [asyncio.create_task(router.tell_ends()) for router in routers]
+    replicas, chance = [f"r{place}" for place in range(4)], random.Random(1)
+    seen: dict[str, set[int]] = {replica: set() for replica in replicas}
+    running: list[tuple[Ownership, Choice]] = []
+    asked, warm = [0, 0], 0
+    for window in range(12):
+        waiting = [(prompt, router) for prompt in range(16) for router in routers for _ in range(GROUP // 2)]
+        chance.shuffle(waiting)
+        for prompt, router in waiting:
+            if len(running) == 64:
+                ended, choice = running.pop(chance.randrange(64))
+                ended.release(choice)
+            number = window * 16 + prompt
+            hashes = block_hashes(V1, [7] * 16 + [number] * 48, 16, 100)
+            choice = await router.choose(V1, hashes, replicas, number)
+            assert choice.outcome != "local"
+            running.append((router, choice))
+            asked[router is routers[1]] += 1
+            warm += number in seen[choice.replica]
+            seen[choice.replica].add(number)
+    assert asked[0] == asked[1] == 768
+    assert warm / 1536 > 0.86
+    for router, choice in running:
+        router.release(choice)
+
+    async def told() -> bool:
+        return not await pipes[0].call("EXISTS", keys.inflight)
+
+    await wait_until(told)
+    # nothing is in flight any more, so nothing is expected of what went before
+    choice = await routers[0].choose(V1, ("f" * 16,), replicas, 0)
+    assert choice.outcome == "cold"
+    promises = await pipes[1].call("HGETALL", keys.promises(V1))
+    assert [field for field in promises[::2] if field[0] == ":"] == [":" + "f" * 16]
+    # and a version that is gone takes along what was kept of it; how often its run's prompts come is kept
+    await routers[0].forget({V1})
+    assert await pipes[0].call("EXISTS", keys.owned(V1), keys.promises(V1)) == 2
+    await routers[0].forget({V2})
+    assert await pipes[0].call("EXISTS", keys.owned(V1), keys.promises(V1)) == 0
+    assert await pipes[0].call("EXISTS", keys.repeats("run-a")) == 1
+    for task in telling:
+        task.cancel()
+    for pipe in pipes:
+        await pipe.close()
+
+
+async def test_a_version_that_left_the_table_frees_what_was_kept_of_it(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        for model in (V1, "base"):
+            assert (await fleet.complete(model, _prompt(1))).status == 200
+        assert await fleet.cache.command("EXISTS", fleet.keys.owned(V1)) == 1
+        await fleet.table({V2: "current"})
+
+        async def freed() -> bool:
+            return await fleet.cache.command("EXISTS", fleet.keys.owned(V1), fleet.keys.promises(V1)) == 0  # type: ignore[no-any-return]
+
+        await wait_until(freed)
+        assert await fleet.cache.command("EXISTS", fleet.keys.owned("base")) == 1
 
 
 async def test_a_router_that_stops_leaves_nothing_behind(fleet: Fleet) -> None:

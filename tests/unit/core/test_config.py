@@ -31,6 +31,8 @@ def another(key: str, value: Any) -> tuple[Any, Any]:
         return ("below noise",), ("proved", "not probed")
     if key == "when_spool_full":
         return "serve", "refuse"
+    if key == "policy":
+        return "threshold", "promise"
     if key in ("control_url", "cache_url"):
         return "redis://one:1/0", "rediss://two"
     if key == "path" or key.endswith("_path"):
@@ -100,6 +102,7 @@ def test_foreign_variables_are_left_alone() -> None:
         ("[router]\nspool_path = 'relative'\n", "router.spool_path"),
         ("[router]\nspool_bytes = 16383\n", "router.spool_bytes"),
         ("[router]\nwhen_spool_full = 'panic'\n", "router.when_spool_full"),
+        ("[router]\npolicy = 'best'\n", "router.policy"),
         ("[group]\nname = 'A group'\n", "group.name"),
         ("[agent]\nname = 'r1:x'\n", "agent.name"),
         ("[agent]\nname = ''\n", "agent.name"),

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptersync.router.policy import MANY, Block, Standing, boilerplate, choose, owned
+from adaptersync.router.policy import EVEN, MANY, Block, Policy, Standing, boilerplate, choose, owned
+
+POLICIES = get_args(Policy)
 
 standings = st.lists(
     st.builds(
         Standing,
         replica=st.integers(0, 99).map("replica-{}".format),
         owned=st.integers(0, 4),
-        inflight=st.integers(0, 12),
+        inflight=st.integers(0, 12) | st.integers(100, 130),
+        promised=st.integers(0, 12),
     ),
     min_size=1,
     max_size=6,
@@ -22,40 +28,92 @@ spills = st.integers(0, 9)
 turns = st.integers(0, 50)
 
 
-@given(standings, spills, turns)
-def test_the_choice_is_never_more_than_the_spill_ahead(fleet: list[Standing], spill: int, turn: int) -> None:
-    choice = choose(fleet, spill=spill, turn=turn)
-    by_name = {standing.replica: standing for standing in fleet}
-    least = min(standing.inflight for standing in fleet)
-    assert by_name[choice.replica].inflight - least <= spill
-    assert choice.owned == by_name[choice.replica].owned
+def near(fleet: list[Standing], policy: Policy, spill: int) -> list[Standing]:
+    """Who is not too far ahead, said once more and otherwise."""
+    if policy == "threshold":
+        return [one for one in fleet if all(one.inflight <= other.inflight + spill for other in fleet)]
+    total = sum(one.inflight for one in fleet)
+    allowed = max(spill * len(fleet), total // EVEN)
+    return [one for one in fleet if one.inflight * len(fleet) - total <= allowed]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 @given(standings, spills, turns)
-def test_the_words_mean_what_they_say(fleet: list[Standing], spill: int, turn: int) -> None:
-    choice = choose(fleet, spill=spill, turn=turn)
-    least = min(standing.inflight for standing in fleet)
-    owners = [standing for standing in fleet if standing.owned]
-    near = [standing for standing in owners if standing.inflight - least <= spill]
-    assert choice.outcome == ("affinity" if near else "spill" if owners else "cold")
-    if near:
-        assert choice.owned == max(standing.owned for standing in near)
+def test_nobody_who_is_too_far_ahead_is_chosen(policy: Policy, fleet: list[Standing], spill: int, turn: int) -> None:
+    choice = choose(fleet, policy=policy, spill=spill, turn=turn)
+    (chosen,) = (one for one in fleet if one.replica == choice.replica)
+    assert chosen in near(fleet, policy, spill)
+    assert choice.owned == chosen.owned
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(standings, spills, turns)
+def test_the_words_mean_what_they_say(policy: Policy, fleet: list[Standing], spill: int, turn: int) -> None:
+    choice = choose(fleet, policy=policy, spill=spill, turn=turn)
+    allowed = near(fleet, policy, spill)
+    owners = [one for one in allowed if one.owned]
+    assert choice.outcome == ("affinity" if owners else "spill" if any(one.owned for one in fleet) else "cold")
+    (chosen,) = (one for one in fleet if one.replica == choice.replica)
+    if owners:
+        assert choice.owned == max(one.owned for one in owners)
+    elif policy == "promise":
+        assert chosen.inflight + chosen.promised == min(one.inflight + one.promised for one in allowed)
     else:
-        assert min(standing.inflight for standing in fleet if standing.replica == choice.replica) == least
+        assert chosen.inflight == min(one.inflight for one in fleet)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 @given(standings, spills, turns)
-def test_ties_alone_depend_on_the_turn(fleet: list[Standing], spill: int, turn: int) -> None:
-    one, other = choose(fleet, spill=spill, turn=0), choose(fleet, spill=spill, turn=turn)
-    by_name = {standing.replica: (standing.owned, standing.inflight) for standing in fleet}
+def test_ties_alone_depend_on_the_turn(policy: Policy, fleet: list[Standing], spill: int, turn: int) -> None:
+    one = choose(fleet, policy=policy, spill=spill, turn=0)
+    other = choose(fleet, policy=policy, spill=spill, turn=turn)
+    by_name = {standing.replica: standing for standing in fleet}
+    (first, second) = (by_name[choice.replica] for choice in (one, other))
     assert one.outcome == other.outcome
     if one.outcome == "affinity":
-        assert by_name[one.replica] == by_name[other.replica]
+        assert (first.owned, first.inflight) == (second.owned, second.inflight)
+    elif policy == "promise":
+        assert first.inflight + first.promised == second.inflight + second.promised
+    else:
+        assert first.inflight == second.inflight
 
 
-def test_equal_replicas_share_the_cold_prompts() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_equal_replicas_share_the_cold_prompts(policy: Policy) -> None:
     fleet = [Standing(replica=f"replica-{n}", owned=0, inflight=0) for n in range(4)]
-    assert {choose(fleet, spill=8, turn=turn).replica for turn in range(4)} == {s.replica for s in fleet}
+    names = {choose(fleet, policy=policy, spill=8, turn=turn).replica for turn in range(4)}
+    assert names == {s.replica for s in fleet}
+
+
+def standing(replica: str, owned: int = 0, inflight: int = 0, promised: int = 0) -> Standing:
+    return Standing(replica=replica, owned=owned, inflight=inflight, promised=promised)
+
+
+def test_an_owner_is_measured_by_the_mean_or_by_the_least_loaded() -> None:
+    fleet = [standing("r0", 1, 36), standing("r1", 0, 27), standing("r2", 0, 32), standing("r3", 0, 33)]
+    assert choose(fleet, policy="promise", spill=8, turn=0).replica == "r0"  # 4 ahead of 32
+    assert choose(fleet, policy="threshold", spill=8, turn=0).replica == "r1"  # 9 ahead of 27
+    ahead = [standing("r0", 1, 41), *fleet[1:]]
+    assert choose(ahead, policy="promise", spill=8, turn=0).outcome == "affinity"  # 7.75 ahead of 33.25
+    assert choose([standing("r0", 1, 42), *fleet[1:]], policy="promise", spill=8, turn=0).outcome == "spill"
+
+
+def test_in_a_busy_fleet_an_eighth_of_the_mean_is_not_far_ahead() -> None:
+    fleet = [standing("r0", 1, 140), standing("r1", 0, 125), standing("r2", 0, 125), standing("r3", 0, 122)]
+    assert choose(fleet, policy="promise", spill=8, turn=0).replica == "r0"  # 12 ahead of 128
+    assert choose([standing("r0", 1, 146), *fleet[1:]], policy="promise", spill=8, turn=0).replica == "r3"
+
+
+def test_a_cold_prompt_keeps_away_from_what_is_promised() -> None:
+    fleet = [standing("r0", 0, 3, 7), standing("r1", 0, 5, 0)]
+    assert choose(fleet, policy="promise", spill=8, turn=0).replica == "r1"
+    assert choose(fleet, policy="threshold", spill=8, turn=0).replica == "r0"
+
+
+def test_promises_that_are_not_kept_send_nobody_where_the_load_is() -> None:
+    """As where a replica has just joined, or groups are given up half done."""
+    fleet = [standing("old", 0, 4, 500), standing("new", 0, 22, 0)]
+    assert choose(fleet, policy="promise", spill=8, turn=0).replica == "old"  # the other is 9 ahead of 13
 
 
 def block(child: str, *owners: str) -> Block:

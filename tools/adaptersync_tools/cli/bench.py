@@ -220,4 +220,31 @@ def engine(
     return status
 
 
+@bench.command()
+@json_option
+@click.option(
+    "--requests", type=click.IntRange(1000, 1_000_000), default=12_000, show_default=True, help="Of each load."
+)
+@click.option("--rounds", type=click.IntRange(1, 100), default=5, show_default=True, help="Seeds of each load.")
+@click.option(
+    "--spill", type=click.IntRange(0, 4096), default=8, show_default=True, help="As the setting router.spill."
+)
+def policy(as_json: bool, requests: int, rounds: int, spill: int) -> int:
+    """Compare what the routing policies make of a trainer's load.
+
+    The router's own decision is simulated with 4 replicas and 8 completions of each prompt: in shuffled order, through
+    two routers, one prompt after the other, and with a long template in common. How many requests find their prompt in
+    the cache, and how many are in flight at one replica at most, are the same on every machine.
+
+    \b
+    Examples:
+      adaptersync bench policy                        # about ten seconds
+      adaptersync bench policy --spill 16 --json | jq .outcomes
+    """
+    from adaptersync_tools.bench import policy as simulated
+
+    settings = simulated.Settings(requests=requests, rounds=rounds, spill=spill)
+    return simulated.show(simulated.run(settings), as_json=as_json)
+
+
 COMMANDS = (bench,)

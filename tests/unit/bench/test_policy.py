@@ -1,0 +1,52 @@
+"""The routing policies under a trainer's load: the figures that are promised, from fixed seeds and without a clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from adaptersync_tools.bench.policy import LOADS, Outcome, Settings, promised, run, simulate
+from adaptersync_tools.cli import main
+
+BY_NAME = {load.name: load for load in LOADS}
+
+
+def test_what_is_promised_is_kept_and_the_former_rule_would_not_keep_it() -> None:
+    result = run(Settings(requests=6000, rounds=2))
+    assert [target.name for target in result.targets if not target.kept] == []
+    found = {(each.load, each.policy): each for each in result.outcomes}
+    assert len(found) == len(result.outcomes) == 8
+    for load in BY_NAME:
+        assert found[load, "promise"].warm_percent <= 87.5  # the first of eight cannot be warm
+        assert found[load, "promise"].warm_percent >= found[load, "threshold"].warm_percent
+    former = {each.load: each for each in result.outcomes if each.policy == "threshold"}
+    assert former["shuffled"].warm_percent < 84
+    assert not all(target.kept for target in promised(former))
+
+
+def test_a_life_is_the_same_each_time_and_another_for_another_seed() -> None:
+    settings = Settings(requests=2000)
+    first, again, other = (simulate(BY_NAME["shuffled"], "promise", settings, seed) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+@pytest.mark.parametrize("clients", [32, 512])
+def test_it_holds_for_quiet_and_for_busy_fleets(clients: int) -> None:
+    load = BY_NAME["shuffled"].__class__(name="other", clients=clients, window=clients // 8)
+    promise, threshold = (
+        simulate(load, policy, Settings(requests=24 * clients + 4000), 1) for policy in ("promise", "threshold")
+    )
+    assert promise.warm_percent > threshold.warm_percent + 1
+    assert promise.largest <= clients / 4 + max(9, clients / 4 / 8 + 1)
+
+
+def test_a_target_missed_is_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "policy", "--requests", "2000", "--rounds", "1", "--spill", "0"]) == 1
+    assert "✗ shuffled: warm" in capsys.readouterr().out
+
+
+def test_promises_are_about_the_policy_routers_have() -> None:
+    outcome = Outcome(load="", policy="promise", warm_percent=87, largest=43, busiest_percent=30, spilled_percent=0)
+    found = dict.fromkeys(BY_NAME, outcome)
+    assert all(target.kept for target in promised(found))

@@ -1,0 +1,211 @@
+"""What each policy makes of the same load, simulated: the router's own decision, replicas that only take their time.
+
+Events are simulated, so the figures are those of the rule alone: no network, no clock, the same on every machine. A
+prompt is warm where it has been sent before, from the moment on at which it was sent; nothing is evicted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from typing import get_args
+
+from msgspec import Struct
+from rich.text import Text
+
+from adaptersync.router.books import Books
+from adaptersync.router.policy import Policy
+from adaptersync_core.blocks import block_hashes
+from adaptersync_tools.bench.result import Target
+from adaptersync_tools.output import console, print_json, table
+
+BLOCK_SIZE = 16
+VOCABULARY = 150_000
+REPLICAS = 4
+COMPLETIONS = 8  # of each prompt
+JITTER = 0.8  # of the mean time an answer takes, either way
+DEFAULT: Policy = "promise"
+
+
+class Load(Struct, frozen=True, kw_only=True):
+    """`clients` keep as many requests in flight. `window` prompts are asked for in shuffled order, then the next ones;
+    with two routers each asks for its half of every prompt's completions, in an order of its own."""
+
+    name: str
+    clients: int = 128
+    window: int = 16
+    routers: int = 1
+    tokens: int = 135
+    template: int = 23
+    """Tokens that all prompts begin with."""
+
+
+LOADS = (
+    Load(name="shuffled"),
+    Load(name="two routers", routers=2),
+    Load(name="in order", window=1),
+    Load(name="long template", clients=32, window=1, tokens=475, template=400),
+)
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    """`requests` of each load, by each policy, with each of `rounds` seeds."""
+
+    requests: int = 12_000
+    rounds: int = 5
+    spill: int = 8
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """Of one policy under one load: the mean over all rounds, and of `largest` and `busiest` the worst.
+
+    `largest`: most in flight at one replica at once. `busiest`: the part of all requests that one replica got.
+    """
+
+    load: str
+    policy: str
+    warm_percent: float
+    largest: int
+    busiest_percent: float
+    spilled_percent: float
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    bench: str
+    settings: Settings
+    replicas: int
+    completions: int
+    outcomes: tuple[Outcome, ...]
+    targets: tuple[Target, ...]
+
+
+def run(settings: Settings) -> Result:
+    outcomes = tuple(
+        _mean([simulate(load, policy, settings, seed) for seed in range(settings.rounds)])
+        for load in LOADS
+        for policy in get_args(Policy)
+    )
+    return Result(
+        bench="policy",
+        settings=settings,
+        replicas=REPLICAS,
+        completions=COMPLETIONS,
+        outcomes=outcomes,
+        targets=promised({outcome.load: outcome for outcome in outcomes if outcome.policy == DEFAULT}),
+    )
+
+
+def promised(found: dict[str, Outcome]) -> tuple[Target, ...]:
+    """Of the policy that routers have when nothing is set."""
+    one, two, template = found["shuffled"], found["two routers"], found["long template"]
+    return (
+        Target.at_least("shuffled: warm", one.warm_percent, 87.0, unit="%"),
+        Target.at_most("shuffled: largest in flight", one.largest, 43, unit="requests"),
+        Target.at_most("two routers: fewer warm", one.warm_percent - two.warm_percent, 0.3, unit="points"),
+        Target.at_most("two routers: largest in flight", two.largest, 43, unit="requests"),
+        Target.at_most("long template: busiest replica", template.busiest_percent, 30, unit="%"),
+    )
+
+
+def simulate(load: Load, policy: Policy, settings: Settings, seed: int) -> Outcome:
+    """One life of a fleet; the same for the same arguments."""
+    chance = random.Random(f"{load.name} {seed}")  # noqa: S311 (a load, no secret)
+    books = Books(policy=policy, spill=settings.spill)
+    replicas = [f"replica-{number}" for number in range(REPLICAS)]
+    template = _tokens(chance, load.template)
+    prompts: dict[int, list[str]] = {}
+    seen: dict[str, set[int]] = {name: set() for name in replicas}
+    asking = [_asking(load, random.Random(f"{seed} {router}")) for router in range(load.routers)]  # noqa: S311
+    outcomes: Counter[str] = Counter()
+    sent: Counter[str] = Counter()
+    running: list[tuple[float, int, str, int]] = []  # ends at, number, replica, router
+    warm = largest = 0
+    now = 0.0
+    for number in range(settings.requests):
+        router = number % load.routers
+        if number >= load.clients:
+            now, _, ended, router = heapq.heappop(running)
+            books.release(ended)
+        prompt = next(asking[router])
+        if prompt not in prompts:
+            tokens = template + _tokens(chance, load.tokens - load.template)
+            prompts[prompt] = block_hashes("simulated", tokens, BLOCK_SIZE, load.tokens)
+        hashes = prompts[prompt]
+        choice = books.route(hashes, replicas, int(hashes[-1][:7], 16))
+        chosen = choice.replica
+        outcomes[choice.outcome] += 1
+        sent[chosen] += 1
+        warm += prompt in seen[chosen]
+        seen[chosen].add(prompt)
+        largest = max(largest, books.inflight[chosen])
+        heapq.heappush(running, (now + chance.uniform(1 - JITTER, 1 + JITTER), number, chosen, router))
+    percent = 100 / settings.requests
+    return Outcome(
+        load=load.name,
+        policy=policy,
+        warm_percent=warm * percent,
+        largest=largest,
+        busiest_percent=max(sent.values()) * percent,
+        spilled_percent=outcomes["spill"] * percent,
+    )
+
+
+def _asking(load: Load, chance: random.Random) -> Iterator[int]:
+    """The prompts one router is asked for, by number."""
+    first = 0
+    while True:
+        window = [prompt for prompt in range(first, first + load.window) for _ in range(COMPLETIONS // load.routers)]
+        chance.shuffle(window)
+        yield from window
+        first += load.window
+
+
+def _tokens(chance: random.Random, count: int) -> list[int]:
+    return [chance.randrange(VOCABULARY) for _ in range(count)]
+
+
+def _mean(lives: list[Outcome]) -> Outcome:
+    return Outcome(
+        load=lives[0].load,
+        policy=lives[0].policy,
+        warm_percent=statistics.fmean(life.warm_percent for life in lives),
+        largest=max(life.largest for life in lives),
+        busiest_percent=max(life.busiest_percent for life in lives),
+        spilled_percent=statistics.fmean(life.spilled_percent for life in lives),
+    )
+
+
+def show(result: Result, *, as_json: bool) -> int:
+    """Print it; the exit status is 0 when every target was kept, else 1."""
+    kept = all(target.kept for target in result.targets)
+    if as_json:
+        print_json(result)
+        return 0 if kept else 1
+    out = console()
+    rows = [
+        (
+            each.load,
+            each.policy,
+            f"{each.warm_percent:.2f}",
+            each.largest,
+            f"{each.busiest_percent:.1f}",
+            f"{each.spilled_percent:.2f}",
+        )
+        for each in result.outcomes
+    ]
+    columns = ("load", "policy", "warm, %>", "largest in flight>", "busiest replica, %>", "spilled, %>")
+    out.print(table(f"policy  (simulated, {result.replicas} replicas)", columns, rows))
+    for target in result.targets:
+        mark, style = ("✓", "green") if target.kept else ("✗", "bold red")
+        out.print(
+            Text.assemble(
+                (f"{mark} ", style),
+                f"{target.name}  ",
+                (f"{target.value:.4g} {target.unit}", "bold"),
+                (f"  ({target.kind} {target.bound:g})", "dim"),
+            )
+        )
+    return 0 if kept else 1

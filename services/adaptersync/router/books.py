@@ -34,8 +34,8 @@ class Books:
         common = boilerplate(known, hashes)
         depth = owned(known, common)
         inflight = sum(self.inflight[name] for name in candidates)
-        if not inflight:
-            self.promises.quiet()
+        if self.policy == "promise" and not inflight:
+            self.promises.quiet(self.repeats)
         promised = self.promises.by_replica
         choice = choose(
             [

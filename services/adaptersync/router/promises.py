@@ -32,18 +32,15 @@ class Repeats:
         self.asked = 0
         self.prompts = 0
 
-    def first(self) -> int:
-        """A prompt has come for the first time; how often it is expected to come again."""
-        self.asked += 1
+    def first(self, again: int) -> int:
+        """Prompts came again so often, and now one for the first time; how often it is expected to come again."""
+        self.asked += again + 1
         self.prompts += 1
         more = (2 * self.asked + self.prompts) // (2 * self.prompts) - 1
         if self.prompts >= FORGET:
             self.asked //= 2
             self.prompts //= 2
         return min(more, MOST)
-
-    def again(self) -> None:
-        self.asked += 1
 
 
 class _Promise(Struct):
@@ -52,14 +49,17 @@ class _Promise(Struct):
 
 
 class Promises:
-    """Those of one version. `by_replica` is what each may expect."""
+    """Those of one version. `by_replica` is what each may expect, `again` how many prompts came since the last new one."""
 
     def __init__(self) -> None:
+        self.again = 0
         self.by_replica: Counter[str] = Counter()
         self.prompts: dict[str, _Promise] = {}  # the oldest first
 
-    def quiet(self) -> None:
+    def quiet(self, repeats: Repeats) -> None:
         """Nothing of any version is in flight at the candidates."""
+        repeats.asked += self.again
+        self.again = 0
         self.by_replica.clear()
         self.prompts.clear()
 
@@ -73,7 +73,7 @@ class Promises:
         prompt, replica = hashes[-1], choice.replica
         promise = self.prompts.get(prompt)
         if promise is not None:
-            repeats.again()
+            self.again += 1
             self.by_replica[promise.replica] -= promise.left
             promise.left, promise.replica = max(promise.left - 1, 0), replica
             self.by_replica[replica] += promise.left
@@ -83,5 +83,6 @@ class Promises:
             for oldest in list(self.prompts)[: min(max(len(self.prompts) + 1 - keep, 0), DROPS)]:
                 gone = self.prompts.pop(oldest)
                 self.by_replica[gone.replica] -= gone.left
-            promise = self.prompts[prompt] = _Promise(repeats.first(), replica)
+            promise = self.prompts[prompt] = _Promise(repeats.first(self.again), replica)
+            self.again = 0
             self.by_replica[replica] += promise.left

@@ -7,7 +7,7 @@
 -- Reply: {replica, 'affinity' | 'cold' | 'spill', owned blocks beyond the boilerplate}
 -- A block is held as "child:owner,owner": the head of the one block seen after it ('' none, '*' several), and who owns it.
 -- Promises: "replica" how many more it may expect, ":prompt" as "how many more:replica", "#place" the prompts in the
--- order in which they came, from "#first" to before "#next".
+-- order in which they came, from "#first" to before "#next", "#again" how many came again since the last new one.
 local CHUNK = 64 -- blocks in one read or write: the chain ends somewhere, and Lua's stack is finite
 local HEAD = 4
 local OWNERS = 16 -- owners remembered of one block; the oldest gives way
@@ -17,14 +17,15 @@ local MOST = 255
 local FORGET = 64
 local DROPS = 4
 
+local ARGV, match, sub = ARGV, string.match, string.sub -- as locals they are found faster
 local router, promising, spill, turn = ARGV[1], ARGV[2] == 'promise', tonumber(ARGV[3]), tonumber(ARGV[4])
 local limit = tonumber(ARGV[5])
 local count = tonumber(ARGV[10])
 local offset = 10 + count -- the block at place k is ARGV[offset + k], the candidate ARGV[10 + k]
 local blocks = math.min(#ARGV - offset, limit)
 
--- what is known of the prompt, up to the first block that nobody has seen
-local child, owners, known = {}, {}, 0
+-- what is known of the prompt, up to the first block that nobody has seen, and the heads of what follows each block
+local child, owners, known, heads = {}, {}, 0, {}
 for first = 1, blocks, CHUNK do
   local last = math.min(first + CHUNK - 1, blocks)
   local values = redis.call('HMGET', KEYS[1], unpack(ARGV, offset + first, offset + last))
@@ -33,7 +34,7 @@ for first = 1, blocks, CHUNK do
       break
     end
     known = known + 1
-    child[known], owners[known] = string.match(values[i], '^([^:]*):(.*)$')
+    child[known], owners[known] = match(values[i], '^([^:]*):(.*)$')
   end
   if known < last then
     break
@@ -41,38 +42,35 @@ for first = 1, blocks, CHUNK do
 end
 
 local common = 0
-for k = 1, math.min(known, blocks - 1) do
-  if child[k] ~= '' and child[k] ~= string.sub(ARGV[offset + k + 1], 1, HEAD) then
+for k = 1, blocks - 1 do
+  heads[k] = sub(ARGV[offset + k + 1], 1, HEAD)
+  if k <= known and child[k] ~= '' and child[k] ~= heads[k] then
     common = k
   end
 end
 
 -- how far each replica owns the prompt without a gap; equal owners in a row, the usual case, are read once
-local depth, alive, same = {}, nil, nil
-for k = common + 1, known do
-  if owners[k] ~= same then
-    same = owners[k]
+local depth, alive, same = {}, {}, nil
+for k = common + 1, known + 1 do
+  if owners[k] ~= same then -- there are none behind the last that is known
     local still = {}
-    for name in string.gmatch(same, '[^,]+') do
-      if not alive or alive[name] then
-        still[name] = true
-      end
+    for name in string.gmatch(owners[k] or '', '[^,]+') do
+      still[name] = not same or alive[name]
     end
-    alive = still
-  end
-  if not next(alive) then
-    break
-  end
-  for name in pairs(alive) do
-    depth[name] = k - common
+    for name in pairs(alive) do
+      depth[name] = k - 1 - common
+    end
+    alive, same = still, owners[k]
   end
 end
 
 local counts, total, least = redis.call('HMGET', KEYS[2], unpack(ARGV, 11, offset)), 0, nil
 for place = 1, count do
-  counts[place] = tonumber(counts[place] or 0)
-  total = total + counts[place]
-  least = math.min(least or counts[place], counts[place])
+  local inflight = tonumber(counts[place] or 0)
+  counts[place], total = inflight, total + inflight
+  if not least or inflight < least then
+    least = inflight
+  end
 end
 local most = promising and total + math.max(spill * count, math.floor(total / EVEN)) or (least + spill) * count
 
@@ -87,7 +85,12 @@ for i = 0, count - 1 do
   end
 end
 local outcome = best and 'affinity' or (owned and 'spill' or 'cold')
-if promising and total == 0 then
+if promising and total == 0 then -- nothing is in flight, nothing is expected
+  local again = redis.call('HGET', KEYS[3], '#again')
+  if again then
+    redis.call('HINCRBY', KEYS[4], 'asked', again)
+    redis.call('EXPIRE', KEYS[4], ARGV[9])
+  end
   redis.call('UNLINK', KEYS[3])
 end
 if not best then
@@ -102,61 +105,69 @@ if not best then
 end
 local chosen = ARGV[10 + best.place]
 
-redis.call('HINCRBY', KEYS[2], chosen, 1)
+local running = redis.call('HINCRBY', KEYS[2], chosen, 1)
 redis.call('HINCRBY', KEYS[2], router .. '|' .. chosen, 1)
-redis.call('EXPIRE', KEYS[2], ARGV[7])
-
-local function expect(replica, more)
-  if more ~= 0 then
-    redis.call('HINCRBY', KEYS[3], replica, more)
-  end
+if running == 1 then -- the key may be new; the routers' beat renews it
+  redis.call('EXPIRE', KEYS[2], ARGV[7])
 end
 
-local function promise(prompt)
-  local held = redis.call('HGET', KEYS[3], ':' .. prompt)
-  if held then
-    redis.call('HINCRBY', KEYS[4], 'asked', 1)
-    local left, home = string.match(held, '^(%d+):(.*)$')
-    left = tonumber(left)
-    local kept = math.max(left - 1, 0)
-    if home == chosen then
-      expect(chosen, kept - left)
-    else
-      expect(home, -left)
-      expect(chosen, kept)
-    end
-    if kept ~= left or home ~= chosen then
-      redis.call('HSET', KEYS[3], ':' .. prompt, kept .. ':' .. chosen)
-    end
-    return
-  end
-  if outcome ~= 'cold' then
-    return
-  end
-  local ends = redis.call('HMGET', KEYS[3], '#first', '#next')
-  local first, following = tonumber(ends[1] or 0), tonumber(ends[2] or 0)
+-- The prompts that were new longest ago make room: returns where the oldest now is, and what `chosen` lost by it.
+local function forget(first, following)
+  local lost = 0
   local keep = math.min(math.max(total, FEWEST), MOST_PROMPTS)
   for _ = 1, math.min(following - first + 1 - keep, DROPS) do
-    local oldest = ':' .. redis.call('HGET', KEYS[3], '#' .. first)
-    local left, home = string.match(redis.call('HGET', KEYS[3], oldest), '^(%d+):(.*)$')
-    expect(home, -left)
+    local oldest = redis.call('HGET', KEYS[3], '#' .. first)
+    local left, home = match(redis.call('HGET', KEYS[3], oldest), '^(%d+):(.*)$')
+    if home == chosen then
+      lost = lost + left
+    elseif left ~= '0' then
+      redis.call('HINCRBY', KEYS[3], home, -left)
+    end
     redis.call('HDEL', KEYS[3], oldest, '#' .. first)
     first = first + 1
   end
-  local requests = redis.call('HINCRBY', KEYS[4], 'asked', 1)
-  local prompts = redis.call('HINCRBY', KEYS[4], 'prompts', 1)
-  local more = math.min(math.floor((2 * requests + prompts) / (2 * prompts)) - 1, MOST)
+  return first, lost
+end
+
+-- Prompts of this run were asked for again so often, and now a new one is: how often is it expected again?
+local function learn(again)
+  local seen = redis.call('HMGET', KEYS[4], 'asked', 'prompts')
+  local asked, prompts = (tonumber(seen[1]) or 0) + again + 1, (tonumber(seen[2]) or 0) + 1
+  local more = math.min(math.floor((2 * asked + prompts) / (2 * prompts)) - 1, MOST)
   if prompts >= FORGET then
-    redis.call('HSET', KEYS[4], 'asked', math.floor(requests / 2), 'prompts', math.floor(prompts / 2))
+    asked, prompts = math.floor(asked / 2), math.floor(prompts / 2)
   end
-  expect(chosen, more)
-  redis.call('HSET', KEYS[3], ':' .. prompt, more .. ':' .. chosen, '#' .. following, prompt, '#first', first,
-    '#next', following + 1)
-  redis.call('EXPIRE', KEYS[3], ARGV[8])
+  redis.call('HSET', KEYS[4], 'asked', asked, 'prompts', prompts)
   redis.call('EXPIRE', KEYS[4], ARGV[9])
+  return more
+end
+
+local function promise(prompt)
+  local held = redis.call('HMGET', KEYS[3], prompt, chosen, '#again', '#first', '#next')
+  local expected, again = tonumber(held[2]) or 0, tonumber(held[3]) or 0
+  if held[1] then
+    local left, home = match(held[1], '^(%d+):(.*)$')
+    local kept = math.max(left - 1, 0)
+    if home == chosen then
+      expected = expected - left + kept
+    else
+      expected = expected + kept
+      if left ~= '0' then
+        redis.call('HINCRBY', KEYS[3], home, -left)
+      end
+    end
+    redis.call('HSET', KEYS[3], prompt, kept .. ':' .. chosen, chosen, expected, '#again', again + 1)
+  elseif outcome == 'cold' then
+    local following = tonumber(held[5]) or 0
+    local first, lost = forget(tonumber(held[4]) or 0, following)
+    local more = learn(again)
+    redis.call('HSET', KEYS[3], prompt, more .. ':' .. chosen, chosen, expected - lost + more, '#again', 0,
+      '#' .. following, prompt, '#first', first, '#next', following + 1)
+    redis.call('EXPIRE', KEYS[3], ARGV[8])
+  end
 end
 if promising and blocks > 0 then
-  promise(ARGV[#ARGV])
+  promise(':' .. ARGV[#ARGV])
 end
 
 local function joined(holders)
@@ -165,14 +176,14 @@ local function joined(holders)
   end
   local _, commas = string.gsub(holders, ',', '')
   if commas + 1 >= OWNERS then
-    holders = string.match(holders, ',(.*)$')
+    holders = match(holders, ',(.*)$')
   end
   return holders == '' and chosen or holders .. ',' .. chosen
 end
 
 local changes, before, after = {}, nil, nil
 for k = 1, blocks do
-  local following = k < blocks and string.sub(ARGV[offset + k + 1], 1, HEAD) or ''
+  local following = heads[k] or ''
   local heir, holders = child[k] or '', owners[k] or ''
   if heir == '' then
     heir = following
@@ -199,6 +210,6 @@ if #changes > 0 then
   for first = 1, #changes, 2 * CHUNK do
     redis.call('HSET', KEYS[1], unpack(changes, first, math.min(first + 2 * CHUNK - 1, #changes)))
   end
+  redis.call('EXPIRE', KEYS[1], ARGV[6])
 end
-redis.call('EXPIRE', KEYS[1], ARGV[6])
 return {chosen, outcome, depth[chosen] or 0}

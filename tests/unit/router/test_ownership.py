@@ -136,7 +136,8 @@ def test_script_and_policy_agree(
 def assert_same_promises(cache: redis.Redis, books: Books) -> None:
     kept = {str(name): str(value) for name, value in cache.hgetall(KEYS.promises(VERSION)).items()}
     first, following = int(kept.pop("#first", 0)), int(kept.pop("#next", 0))
-    order = [kept.pop(f"#{place}") for place in range(first, following)]
+    order = [kept.pop(f"#{place}")[1:] for place in range(first, following)]
+    assert int(kept.pop("#again", 0)) == books.promises.again
     prompts = {name[1:]: value for name, value in kept.items() if name.startswith(":")}
     assert order == list(books.promises.prompts)
     assert prompts == {name: f"{each.left}:{each.replica}" for name, each in books.promises.prompts.items()}

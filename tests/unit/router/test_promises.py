@@ -57,27 +57,22 @@ def test_a_prompt_that_continues_another_promises_nothing() -> None:
     promises.note([], to("r0", COLD), repeats, inflight=1)  # too short to be known again
     assert held(promises) == {}
     assert not promises.prompts
-    assert (repeats.asked, repeats.prompts) == (160, 40)
+    assert (repeats.asked, repeats.prompts, promises.again) == (160, 40, 0)
 
 
 def test_the_size_of_groups_is_learned_and_follows_a_change() -> None:
     repeats = Repeats()
-    assert repeats.first() == 0  # nothing is known, nothing is promised
+    assert repeats.first(0) == 0  # nothing is known, nothing is promised
     for size in (8, 2):
         for _ in range(4 * FORGET):
-            expected = repeats.first()
-            for _ in range(size - 1):
-                repeats.again()
+            expected = repeats.first(size - 1)
         assert expected == size - 1
     assert repeats.prompts < FORGET
 
 
 def test_one_prompt_that_everybody_asks_for_does_not_promise_the_world() -> None:
     repeats = Repeats()
-    repeats.first()
-    for _ in range(100_000):
-        repeats.again()
-    assert repeats.first() == MOST
+    assert repeats.first(100_000) == MOST
 
 
 def test_groups_that_never_come_are_pushed_out_by_those_that_do() -> None:

@@ -49,7 +49,7 @@ class _Promise(Struct):
 
 
 class Promises:
-    """Those of one version. `by_replica` is what each may expect, `again` how many prompts came since the last new one."""
+    """Those of one version: what each replica may expect, and how many prompts came again since the last new one."""
 
     def __init__(self) -> None:
         self.again = 0

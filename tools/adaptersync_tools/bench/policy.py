@@ -26,6 +26,7 @@ BLOCK_SIZE = 16
 VOCABULARY = 150_000
 REPLICAS = 4
 COMPLETIONS = 8  # of each prompt
+FEW = 2  # of a prompt that is given up
 JITTER = 0.8  # of the mean time an answer takes, either way
 DEFAULT: Policy = "promise"
 
@@ -41,6 +42,10 @@ class Load(Struct, frozen=True, kw_only=True):
     tokens: int = 135
     template: int = 23
     """Tokens that all prompts begin with."""
+    given_up: float = 0.0
+    """Part of the prompts of which only `FEW` completions are asked for."""
+    away: bool = False
+    """One replica is not there for the middle third of the requests, and comes back with nothing cached."""
 
 
 LOADS = (
@@ -48,6 +53,8 @@ LOADS = (
     Load(name="two routers", routers=2),
     Load(name="in order", window=1),
     Load(name="long template", clients=32, window=1, tokens=475, template=400),
+    Load(name="groups given up", given_up=0.5),
+    Load(name="one replica away", away=True),
 )
 
 
@@ -55,19 +62,21 @@ class Settings(Struct, frozen=True, kw_only=True):
     """`requests` of each load, by each policy, with each of `rounds` seeds."""
 
     requests: int = 12_000
-    rounds: int = 5
+    rounds: int = 3
     spill: int = 8
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
     """Of one policy under one load: the mean over all rounds, and of `largest` and `busiest` the worst.
 
-    `largest`: most in flight at one replica at once. `busiest`: the part of all requests that one replica got.
+    `possible`: what would be warm on one replica for all. `largest`: most in flight at one replica at once.
+    `busiest`: the part of all requests that one replica got.
     """
 
     load: str
     policy: str
     warm_percent: float
+    possible_percent: float
     largest: int
     busiest_percent: float
     spilled_percent: float
@@ -100,18 +109,28 @@ def run(settings: Settings) -> Result:
 
 def promised(found: dict[str, Outcome]) -> tuple[Target, ...]:
     """Of the policy that routers have when nothing is set."""
-    one, two, template = found["shuffled"], found["two routers"], found["long template"]
+    one, two, template, away = (
+        found[name] for name in ("shuffled", "two routers", "long template", "one replica away")
+    )
     return (
         Target.at_least("shuffled: warm", one.warm_percent, 87.0, unit="%"),
         Target.at_most("shuffled: largest in flight", one.largest, 43, unit="requests"),
         Target.at_most("two routers: fewer warm", one.warm_percent - two.warm_percent, 0.3, unit="points"),
         Target.at_most("two routers: largest in flight", two.largest, 43, unit="requests"),
+        Target.at_most("groups given up: fewer warm than possible", _lost(found["groups given up"]), 2, unit="points"),
+        Target.at_most("one replica away: fewer warm than possible", _lost(away), 1, unit="points"),
+        Target.at_most("one replica away: largest in flight", away.largest, 54, unit="requests"),
         Target.at_most("long template: busiest replica", template.busiest_percent, 30, unit="%"),
     )
 
 
+def _lost(outcome: Outcome) -> float:
+    return outcome.possible_percent - outcome.warm_percent
+
+
 def simulate(load: Load, policy: Policy, settings: Settings, seed: int) -> Outcome:
     """One life of a fleet; the same for the same arguments."""
+    third = settings.requests // 3
     chance = random.Random(f"{load.name} {seed}")  # noqa: S311 (a load, no secret)
     books = Books(policy=policy, spill=settings.spill)
     replicas = [f"replica-{number}" for number in range(REPLICAS)]
@@ -122,7 +141,7 @@ def simulate(load: Load, policy: Policy, settings: Settings, seed: int) -> Outco
     outcomes: Counter[str] = Counter()
     sent: Counter[str] = Counter()
     running: list[tuple[float, int, str, int]] = []  # ends at, number, replica, router
-    warm = largest = 0
+    warm = possible = largest = 0
     now = 0.0
     for number in range(settings.requests):
         router = number % load.routers
@@ -134,10 +153,14 @@ def simulate(load: Load, policy: Policy, settings: Settings, seed: int) -> Outco
             tokens = template + _tokens(chance, load.tokens - load.template)
             prompts[prompt] = block_hashes("simulated", tokens, BLOCK_SIZE, load.tokens)
         hashes = prompts[prompt]
-        choice = books.route(hashes, replicas, int(hashes[-1][:7], 16))
+        there = replicas[1:] if load.away and third <= number < 2 * third else replicas
+        if load.away and number == 2 * third:
+            seen[replicas[0]].clear()
+        choice = books.route(hashes, there, int(hashes[-1][:7], 16))
         chosen = choice.replica
         outcomes[choice.outcome] += 1
         sent[chosen] += 1
+        possible += any(prompt in caches for caches in seen.values())
         warm += prompt in seen[chosen]
         seen[chosen].add(prompt)
         largest = max(largest, books.inflight[chosen])
@@ -147,6 +170,7 @@ def simulate(load: Load, policy: Policy, settings: Settings, seed: int) -> Outco
         load=load.name,
         policy=policy,
         warm_percent=warm * percent,
+        possible_percent=possible * percent,
         largest=largest,
         busiest_percent=max(sent.values()) * percent,
         spilled_percent=outcomes["spill"] * percent,
@@ -157,7 +181,10 @@ def _asking(load: Load, chance: random.Random) -> Iterator[int]:
     """The prompts one router is asked for, by number."""
     first = 0
     while True:
-        window = [prompt for prompt in range(first, first + load.window) for _ in range(COMPLETIONS // load.routers)]
+        window = []
+        for prompt in range(first, first + load.window):
+            completions = FEW if load.given_up and chance.random() < load.given_up else COMPLETIONS
+            window += [prompt] * (completions // load.routers)
         chance.shuffle(window)
         yield from window
         first += load.window
@@ -172,6 +199,7 @@ def _mean(lives: list[Outcome]) -> Outcome:
         load=lives[0].load,
         policy=lives[0].policy,
         warm_percent=statistics.fmean(life.warm_percent for life in lives),
+        possible_percent=statistics.fmean(life.possible_percent for life in lives),
         largest=max(life.largest for life in lives),
         busiest_percent=max(life.busiest_percent for life in lives),
         spilled_percent=statistics.fmean(life.spilled_percent for life in lives),
@@ -190,13 +218,14 @@ def show(result: Result, *, as_json: bool) -> int:
             each.load,
             each.policy,
             f"{each.warm_percent:.2f}",
+            f"{each.possible_percent:.2f}",
             each.largest,
             f"{each.busiest_percent:.1f}",
             f"{each.spilled_percent:.2f}",
         )
         for each in result.outcomes
     ]
-    columns = ("load", "policy", "warm, %>", "largest in flight>", "busiest replica, %>", "spilled, %>")
+    columns = ("load", "policy", "warm, %>", "possible>", "in flight at one>", "requests at one, %>", "spilled, %>")
     out.print(table(f"policy  (simulated, {result.replicas} replicas)", columns, rows))
     for target in result.targets:
         mark, style = ("✓", "green") if target.kept else ("✗", "bold red")

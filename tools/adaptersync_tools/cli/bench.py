@@ -225,7 +225,7 @@ def engine(
 @click.option(
     "--requests", type=click.IntRange(1000, 1_000_000), default=12_000, show_default=True, help="Of each load."
 )
-@click.option("--rounds", type=click.IntRange(1, 100), default=5, show_default=True, help="Seeds of each load.")
+@click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="Seeds of each load.")
 @click.option(
     "--spill", type=click.IntRange(0, 4096), default=8, show_default=True, help="As the setting router.spill."
 )
@@ -233,8 +233,9 @@ def policy(as_json: bool, requests: int, rounds: int, spill: int) -> int:
     """Compare what the routing policies make of a trainer's load.
 
     The router's own decision is simulated with 4 replicas and 8 completions of each prompt: in shuffled order, through
-    two routers, one prompt after the other, and with a long template in common. How many requests find their prompt in
-    the cache, and how many are in flight at one replica at most, are the same on every machine.
+    two routers, one prompt after the other, with a long template in common, with groups that never become complete, and
+    while a replica leaves and comes back. How many requests find their prompt in the cache, and how many are in flight
+    at one replica at most, are the same on every machine.
 
     \b
     Examples:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
 
@@ -12,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adaptersync.router.books import OWNERS, Books
-from adaptersync.router.policy import MANY, Block, Choice, Policy
-from adaptersync.router.promises import DROPS, FORGET, PROMPTS
+from adaptersync.router.policy import EVEN, HEAD, MANY, Block, Choice, Policy
+from adaptersync.router.promises import DROPS, FORGET, MOST, PROMPTS
 from adaptersync_core.blocks import block_hashes
 from adaptersync_core.keys import Keys
 from adaptersync_core.scripts import Script
@@ -176,6 +177,14 @@ def test_long_lives_agree_too(cache: redis.Redis, route: Route) -> None:
     assert int(cache.hget(KEYS.promises(VERSION), "#first") or 0) > 2 * DROPS
     assert len(books.promises.prompts) == PROMPTS[0]
     assert books.repeats.prompts < FORGET
+
+
+def test_script_and_policy_have_the_same_bounds() -> None:
+    """Those too large to be reached above."""
+    source = Script("route").source
+    assert f"local FEWEST, MOST_PROMPTS = {PROMPTS[0]}, {PROMPTS[1]}\n" in source
+    for name, bound in {"HEAD": HEAD, "EVEN": EVEN, "MOST": MOST, "FORGET": FORGET, "DROPS": DROPS}.items():
+        assert re.search(rf"^local {name} = {bound}\b", source, re.MULTILINE), name
 
 
 def test_a_spilled_prompt_keeps_its_affinity(route: Route) -> None:

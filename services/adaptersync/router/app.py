@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector, web
+from aiohttp import ClientSession, DummyCookieJar, web
 
 from adaptersync.router.admission import Admission
 from adaptersync.router.attempts import Attempts
+from adaptersync.router.connections import Connections
 from adaptersync.router.fates import Fates
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
@@ -35,7 +36,6 @@ from adaptersync_core.registry import Registry
 
 CACHE_TIMEOUT_S = 0.25  # for a decision; past it the router decides alone
 ROWS_TIMEOUT_S = 5.0  # for a batch of ledger rows, which the control server writes to disk
-IDLE_S = 4.0  # keep-alive towards replicas: shorter than the 5 s after which vLLM's server closes
 DRAIN_S = 60.0  # how long a stop waits for requests in flight
 FLUSH_S = 3.0  # how long it then waits for the ledger
 
@@ -88,13 +88,13 @@ async def _serving(config: Config, opened: contextlib.AsyncExitStack, *, drain_s
     rows = Pipe(config.redis.control_url, name=name, timeout_s=ROWS_TIMEOUT_S)
     for pipe in (rows, cache):
         opened.push_async_callback(pipe.close)
-    session = ClientSession(
-        connector=TCPConnector(limit=0, keepalive_timeout=IDLE_S),
-        timeout=ClientTimeout(total=settings.request_timeout_s, sock_connect=settings.connect_timeout_s),
-        cookie_jar=DummyCookieJar(),
-        auto_decompress=False,
-        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+    connections = Connections(
+        connect_timeout_s=settings.connect_timeout_s,
+        request_timeout_s=settings.request_timeout_s,
+        most=settings.max_inflight,
     )
+    opened.push_async_callback(connections.close)
+    session = ClientSession(cookie_jar=DummyCookieJar())
     opened.push_async_callback(session.close)
     view = TableView(registry, max_age_s=settings.table_max_age_s)
     admission = Admission(
@@ -124,7 +124,7 @@ async def _serving(config: Config, opened: contextlib.AsyncExitStack, *, drain_s
     proxy = Proxy(
         name=name,
         settings=settings,
-        session=session,
+        connections=connections,
         view=view,
         admission=admission,
         ownership=ownership,

@@ -15,21 +15,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
-from aiohttp import (
-    ClientConnectionResetError,
-    ClientError,
-    ClientResponse,
-    ClientSession,
-    ConnectionTimeoutError,
-    web,
-)
-from aiohttp.typedefs import LooseHeaders
+from aiohttp import ClientConnectionResetError, web
 from msgspec import Raw
 
 from adaptersync.router.admission import Admission
 from adaptersync.router.answers import refusal
 from adaptersync.router.asked import Asked, check
 from adaptersync.router.attempts import Attempt, Attempts
+from adaptersync.router.connection import Answer, ReplicaError, TimedOut, Unsendable
+from adaptersync.router.connections import Connections
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
@@ -38,7 +32,7 @@ from adaptersync.router.policy import Choice
 from adaptersync.router.resolve import RETRY_S, Target
 from adaptersync.router.table import TableView
 from adaptersync.router.tokens import routing_tokens
-from adaptersync.router.upstream import answer_headers, payload, read_whole, request_headers
+from adaptersync.router.upstream import answer_headers, request_headers
 from adaptersync.router.usage import NO_USAGE, TAIL_BYTES, Usage, read_usage
 from adaptersync_core import headers
 from adaptersync_core.blocks import block_hashes
@@ -171,7 +165,7 @@ class Proxy:
         *,
         name: str,
         settings: RouterSection,
-        session: ClientSession,
+        connections: Connections,
         view: TableView,
         admission: Admission,
         ownership: Ownership,
@@ -182,7 +176,7 @@ class Proxy:
     ) -> None:
         self._name = name
         self._settings = settings
-        self._session = session
+        self._connections = connections
         self._view = view
         self._admission = admission
         self._ownership = ownership
@@ -288,7 +282,7 @@ class Proxy:
             now = time.monotonic()
             candidates = self._outages.candidates(self._view.ready, target.model, tried, now)
             if not candidates and failure is not None and failure.kind == "unreachable":
-                # an idle connection may have been closed under our request: ask the same ones anew
+                # a connection that failed says little of a replica: ask the same ones anew
                 candidates = self._outages.candidates(self._view.ready, target.model, (), now)
             if not candidates:
                 break
@@ -318,7 +312,7 @@ class Proxy:
         target: Target,
         replica: str,
         body: bytes,
-        sent: LooseHeaders,
+        sent: Sequence[tuple[bytes, bytes]],
         *,
         last: bool,
     ) -> web.StreamResponse:
@@ -332,21 +326,16 @@ class Proxy:
         sent_at = time.monotonic()
         attempt = self._attempts.at(replica, member.engine_epoch)
         try:
-            async with (
-                attempt,
-                self._session.post(
-                    member.url.rstrip("/") + request.path_qs, data=payload(body), headers=sent
-                ) as answer,
-            ):
-                call.first_byte_s = time.monotonic() - sent_at
-                call.status = answer.status
-                self._outages.reached(replica)
-                if answer.status in FAILED and not last:
-                    raise _Elsewhere(f"status_{answer.status}", f"replica answered {answer.status}")
-                length = answer.content_length
-                if answer.status == 200 and (length is None or length > WHOLE_BYTES):
-                    return await self._stream(request, call, attempt, answer)
-                whole = await read_whole(answer, WHOLE_BYTES)
+            async with attempt:
+                with await self._connections.post(member.url, request.path_qs, sent, body) as answer:
+                    call.first_byte_s = time.monotonic() - sent_at
+                    call.status = answer.status
+                    self._outages.reached(replica)
+                    if answer.status in FAILED and not last:
+                        raise _Elsewhere(f"status_{answer.status}", f"replica answered {answer.status}")
+                    if answer.status == 200 and (answer.length is None or answer.length > WHOLE_BYTES):
+                        return await self._stream(request, call, attempt, answer)
+                    whole = await answer.read(WHOLE_BYTES)
                 if answer.status == 404 and target.run and target.model.encode() in whole:
                     self._outages.missing(replica, target.model, time.monotonic())
                     self._metrics.missing.labels(replica).inc()
@@ -355,7 +344,9 @@ class Proxy:
                 self._look_for_void(call)
                 passed = answer_headers(answer, call.headers())
                 return web.Response(status=answer.status, body=whole, headers=passed)
-        except (ClientError, TimeoutError, OSError) as error:
+        except Unsendable as error:
+            raise Unroutable(f"request cannot be passed on: {error}", status=400) from error
+        except (ReplicaError, TimeoutError) as error:
             if call.response is not None:
                 # the client's connection is cut: it must not take what it has for all of it
                 call.outcome, call.reason = "upstream_error", attempt.lost or _said(error)
@@ -364,7 +355,7 @@ class Proxy:
                 return call.response
             if attempt.lost:
                 raise _Elsewhere("silent", attempt.lost) from error
-            if isinstance(error, TimeoutError) and not isinstance(error, ConnectionTimeoutError):
+            if isinstance(error, TimedOut):
                 call.outcome = "upstream_error"
                 raise Unroutable(
                     "replica did not answer in time", status=504, replica=replica, version=target.model
@@ -372,17 +363,15 @@ class Proxy:
             self._outages.unreachable(replica, time.monotonic())
             raise _Elsewhere("unreachable", f"replica cannot be reached: {_said(error)}") from error
 
-    async def _stream(
-        self, request: web.Request, call: _Call, attempt: Attempt, answer: ClientResponse
-    ) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, call: _Call, attempt: Attempt, answer: Answer) -> web.StreamResponse:
         """Pass chunks on as they come; only the tail is remembered, for the token counts.
 
         A replica that queues a stream has said 200: the client is told nothing before there is something of it.
         """
-        chunk = await answer.content.readany()
+        chunk = await answer.piece()
         self._look_for_void(call)
         response = web.StreamResponse(status=answer.status, headers=answer_headers(answer, call.headers()))
-        response.content_length = answer.content_length
+        response.content_length = answer.length
         tail = b""
         try:
             attempt.moved()  # the head is on its way: from here on nobody else can be asked
@@ -392,7 +381,7 @@ class Proxy:
                 attempt.moved()
                 await response.write(chunk)
                 tail = (tail + chunk)[-TAIL_BYTES:]
-                chunk = await answer.content.readany()
+                chunk = await answer.piece()
             await response.write_eof()
         except ClientConnectionResetError:  # only writing raises this
             call.outcome, call.status = "client_gone", CLIENT_GONE

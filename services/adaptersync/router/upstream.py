@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 
 from aiohttp import ClientPayloadError, ClientResponse, web
-from aiohttp.typedefs import LooseHeaders
 
+from adaptersync.router.connection import Answer
 from adaptersync_core.headers import GATE, SUBSTITUTED
-
-_ONE_WRITE = 256 << 10  # bytes
 
 # headers that belong to one connection
 _HOP = (
@@ -24,32 +21,35 @@ _HOP = (
     "transfer-encoding",
     "upgrade",
 )
-# aiohttp writes these itself; a compressed body has been unpacked when we have it
+# written anew with each request and answer; a compressed body has been unpacked when we have it
 _NOT_SENT = (*_HOP, "host", "content-length", "content-encoding", "expect", GATE, SUBSTITUTED)
-_NOT_ANSWERED = (*_HOP, "content-length")
+_NOT_ANSWERED = frozenset((*_HOP, "content-length"))
+_NOT_SENT_RAW = frozenset(name.encode() for name in _NOT_SENT)
 
 
-def request_headers(request: web.Request, request_id: str) -> LooseHeaders:
+def request_headers(request: web.Request, request_id: str) -> list[tuple[bytes, bytes]]:
     """What a replica is sent of a client's headers; its own request id, if it has one, stays."""
-    sent = request.headers.copy()
-    for name in _NOT_SENT:
-        sent.popall(name, None)
-    sent.setdefault("x-request-id", request_id)
+    sent = []
+    named = False
+    for name, value in request.raw_headers:
+        lower = name.lower()
+        if lower not in _NOT_SENT_RAW:
+            sent.append((name, value))
+            named = named or lower == b"x-request-id"
+    if not named:
+        sent.append((b"x-request-id", request_id.encode()))
     return sent
 
 
-def answer_headers(answer: ClientResponse, ours: Mapping[str, str]) -> LooseHeaders:
-    """What a client is sent of a replica's headers, with ours in place of any of the same name."""
-    sent = answer.headers.copy()
-    for name in _NOT_ANSWERED:
-        sent.popall(name, None)
-    sent.update(ours)
+def answer_headers(answer: Answer, ours: Mapping[str, str]) -> list[tuple[str, str]]:
+    """What a client is sent of a replica's headers, with ours, in lower case, in place of any of the same name."""
+    sent = [
+        (name, value)
+        for name, value in answer.headers
+        if (lower := name.lower()) not in _NOT_ANSWERED and lower not in ours
+    ]
+    sent += ours.items()
     return sent
-
-
-def payload(body: bytes) -> bytes | io.BytesIO:
-    """The body as the client takes it: a large one piece by piece, so that writing it does not hold the loop up."""
-    return body if len(body) <= _ONE_WRITE else io.BytesIO(body)
 
 
 async def read_whole(answer: ClientResponse, limit: int) -> bytes:

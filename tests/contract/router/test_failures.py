@@ -7,6 +7,7 @@ import asyncio
 import aiohttp
 import pytest
 
+from support.raw_server import Talk, answering, raw_server
 from support.router_fleet import V1, V2, V3, Fleet, Servers
 from support.wait import wait_until
 
@@ -128,6 +129,64 @@ async def test_a_replica_that_never_answers_is_given_up(fleet: Fleet) -> None:
         answer = await fleet.complete(V1)
         assert answer.status == 504
         await wait_until(lambda: sum(replica.aborted for replica in fleet.replicas.values()) == 1)
+
+
+@pytest.mark.parametrize(
+    "said", [b"who is there?\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{}", b"HTTP/1.1 200 OK\r\n"]
+)
+async def test_a_replica_that_answers_nonsense_or_half_is_replaced(fleet: Fleet, said: bytes) -> None:
+    async with raw_server(answering(said)) as raw:
+        await fleet.tables.write({V1: "current"}, fleet.urls | {"replica-0": raw.url})
+        async with fleet.router():
+            answers = await asyncio.gather(*(fleet.complete(V1, [number] * 64) for number in range(8)))
+            assert {(each.status, each.headers["x-adaptersync-replica"]) for each in answers} == {(200, "replica-1")}
+            assert raw.requests
+            assert {row["outcome"] for row in await fleet.rows(8)} == {"ok"}
+
+
+async def test_a_replica_that_closed_an_idle_connection_is_asked_anew_and_not_left_out(fleet: Fleet) -> None:
+    """Under a request that is already on its way there, too."""
+
+    async def script(talk: Talk) -> None:
+        await talk.request()
+        await talk.say(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        await talk.reader.readexactly(1)
+
+    async with raw_server(script) as raw:
+        await fleet.tables.write({V1: "current"}, {"replica-0": raw.url})
+        async with fleet.router():
+            for _ in range(4):
+                assert (await fleet.complete(V1)).status == 200
+            assert raw.accepted == 4
+            assert {row["attempts"] for row in await fleet.rows(4)} == {"1"}
+            health = await fleet.get("/health")
+            assert health.json["replicas"]["replica-0"]["reason"] == ""
+
+
+@pytest.mark.parametrize(
+    ("query", "passes"),
+    [
+        (b"a=b%20c&d=%0d%0a", True),
+        (b"a='\"<>{}|\\^`", True),
+        (b"a=\xc3\xa9", False),
+        (b"a=b\tc", False),
+        (b"a=b\x7fc", False),
+        (b"a=b\x00", False),
+    ],
+)
+async def test_a_query_passes_as_it_is_or_not_at_all(fleet: Fleet, query: bytes, passes: bool) -> None:
+    async with raw_server(answering(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")) as raw:
+        await fleet.tables.write({V1: "current"}, {"replica-0": raw.url})
+        async with fleet.router() as url:
+            body = b'{"model": "%s", "prompt": [1]}' % V1.encode()
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(b"POST /v1/completions?%s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n" % query)
+            writer.write(b"content-length: %d\r\n\r\n" % len(body) + body)
+            status = int((await reader.read()).split()[1])
+            writer.close()
+            assert status == (200 if passes else 400)
+            sent = [each.split(b"\r\n")[0] for each in raw.requests]
+            assert sent == ([b"POST /v1/completions?%s HTTP/1.1" % query] if passes else [])
 
 
 async def test_without_ready_replicas_it_says_so(fleet: Fleet) -> None:

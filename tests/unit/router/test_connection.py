@@ -17,6 +17,7 @@ from adaptersync.router.connection import (
     TooLarge,
     Unanswered,
 )
+from adaptersync.router.connections import IDLE_S
 from support.raw_server import RawServer, Talk, answering, connections, raw_server
 from support.wait import wait_until
 
@@ -110,7 +111,7 @@ async def test_what_comes_later_on_an_idle_connection_answers_nothing() -> None:
             pass
         assert pool.counts(server.url) == (1, 1)
         more.set()
-        await wait_until(lambda: pool.counts(server.url) == (0, 0))
+        await wait_until(lambda: pool.counts(server.url) == (0, 0), timeout_s=IDLE_S / 2)  # not for its age
         with await pool.post(server.url, "/x", [], b"{}") as answer:
             assert await answer.read(LIMIT) == b"hello"
 
@@ -376,6 +377,7 @@ async def test_an_answer_that_comes_early_ends_the_writing() -> None:
     async with raw_server(script) as server, connections() as pool:
         with await pool.post(server.url, "/x", [], b"x" * (64 << 20)) as answer:
             assert (answer.status, await answer.read(LIMIT)) == (400, b"no")
+        assert pool.counts(server.url)[1] == 0
         await wait_until(lambda: pool.counts(server.url) == (0, 0))
         stay.set()
 

@@ -259,8 +259,12 @@ class Connection(asyncio.Protocol):
         if self.made:
             self._transport.abort()
 
-    def forget(self) -> None:
-        """It is no more, or was never made."""
+    def give_up(self) -> None:
+        """Connecting was given up, however far it has come: not every loop tells of the end of such a connection."""
+        self.close()
+        self._forget()
+
+    def _forget(self) -> None:
         if not self._forgotten:
             self._forgotten = True
             self._gone(self)
@@ -286,12 +290,16 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
-        self._open = self.made = True
+        self.made = True
+        if self._forgotten:
+            transport.abort()
+        else:
+            self._open = True
 
     def connection_lost(self, error: Exception | None) -> None:
         self._cut(error)
         del self._parser  # which knows us
-        self.forget()
+        self._forget()
 
     def eof_received(self) -> None:
         self._cut(None)

@@ -134,6 +134,7 @@ class Connections:
             lambda connection: self._ready(place, connection), lambda connection: self._gone(url, place, connection)
         )
         place.open += 1
+        made = False
         try:
             async with asyncio.timeout_at(min(self._loop.time() + self._connect_timeout_s, deadline)):
                 await self._loop.create_connection(
@@ -142,13 +143,14 @@ class Connections:
                     where.port,
                     ssl=await self._trust() if where.secure else None,
                 )
+                made = True
         except TimeoutError as error:
             raise ConnectTimedOut("connecting took too long") from error
         except (OSError, UnicodeError) as error:
             raise ConnectFailed(str(error) or type(error).__name__) from error
         finally:
-            if not connection.made:
-                connection.forget()
+            if not made:
+                connection.give_up()
         return connection
 
     async def _trust(self) -> ssl.SSLContext:

@@ -135,7 +135,8 @@ class RouterSection(Section, frozen=True, kw_only=True):
     to do, and owners may be `spill` ahead of the mean. `threshold`: to the least loaded, and `spill` ahead of that one.
     `adaptersync bench policy` compares them. All routers of a group should have the same."""
     spill: int = 8
-    """How many requests in flight an owner may be ahead; by `promise` at least an eighth of the mean."""
+    """How many sequences in flight an owner may be ahead; by `promise` at least an eighth of the mean. A request for
+    several completions, or with several prompts, is so many sequences."""
     spool_path: str = "/var/lib/adaptersync/spool"
     """A directory on this host's disk where ledger rows wait for Redis, across restarts of the router; its group has a
     directory of its own in it. Who wipes a group on purpose removes that, too: it holds rows that would come back."""

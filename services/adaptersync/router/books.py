@@ -25,7 +25,10 @@ class Books:
         self.promises = Promises()
         self.repeats = Repeats()
 
-    def route(self, hashes: Sequence[str], candidates: Sequence[str], turn: int) -> Choice:
+    def route(
+        self, hashes: Sequence[str], candidates: Sequence[str], turn: int, weight: int = 1, alike: int = 1
+    ) -> Choice:
+        """A request of `weight` sequences, `alike` of them of the prompt that `hashes` tell of."""
         known: list[Block] = []
         for name in hashes:
             if name not in self.blocks:
@@ -46,16 +49,16 @@ class Books:
             spill=self.spill,
             turn=turn,
         )
-        self.inflight[choice.replica] += 1
+        self.inflight[choice.replica] += weight
         if self.policy == "promise":
-            self.promises.note(hashes, choice, self.repeats, inflight=inflight)
+            self.promises.note(hashes, choice, self.repeats, inflight=inflight, alike=alike)
         for place, name in enumerate(hashes):
             before = known[place] if place < len(known) else Block(child="", owners=())
             self.blocks[name] = _seen(before, hashes[place + 1 : place + 2], choice.replica if place >= common else "")
         return choice
 
-    def release(self, replica: str) -> None:
-        self.inflight[replica] -= 1
+    def release(self, replica: str, weight: int = 1) -> None:
+        self.inflight[replica] -= weight
 
 
 def _seen(block: Block, following: Sequence[str], owner: str) -> Block:

@@ -38,7 +38,7 @@ class Metrics:
         self.total_s = histogram("total_seconds", "From request to last byte", _COARSE)
         self.cached_tokens = counter("cached_tokens", "Prompt tokens that replicas report as cached")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens that replicas report")
-        self.inflight = gauge("inflight", "Requests of this router at a replica", "replica")
+        self.inflight = gauge("inflight", "Sequences of this router at a replica", "replica")
         self.held = gauge("held", "Requests held for a version")
         self.generation = gauge("table_generation", "Generation of the table served")
         self.table_age_s = gauge("table_age_seconds", "Time since the table was last read")

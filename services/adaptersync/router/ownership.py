@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from adaptersync.router.policy import Choice, Policy, Standing, choose
+from adaptersync.router.policy import Choice, Outcome, Policy, Standing, choose
 from adaptersync_core.bus import Bell
 from adaptersync_core.errors import ControlError
 from adaptersync_core.identity import is_adapter_id, parse_adapter_id
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Ownership:
-    """The decision, as this router asks for it. `inflight` are its own requests by replica."""
+    """The decision, as this router asks for it. `inflight` are its own sequences by replica."""
 
     def __init__(
         self, pipe: Pipe, keys: Keys, *, router: str, policy: Policy, spill: int, blocks_per_version: int
@@ -50,37 +50,47 @@ class Ownership:
     def reachable(self) -> bool:
         return self._pipe.connected
 
-    async def choose(self, version: str, hashes: Sequence[str], candidates: Sequence[str], turn: int) -> Choice:
-        """One of the candidates (at least one), counted in flight until `release`."""
-        arguments: tuple[str | int, ...] = (
-            self._router,
-            self._policy,
-            self._spill,
-            turn,
-            self._blocks_per_version,
-            OWNERSHIP_TTL_S,
-            INFLIGHT_TTL_S,
-            PROMISES_TTL_S,
-            REPEATS_TTL_S,
-            len(candidates),
-            *candidates,
-            *hashes,
-        )
-        touched = self._touches.get(version) or self._touched(version)
+    async def choose(
+        self,
+        version: str,
+        hashes: Sequence[str],
+        candidates: Sequence[str],
+        turn: int,
+        weight: int = 1,
+        alike: int = 1,
+    ) -> Choice:
+        """One of the candidates (at least one), counted in flight until `release`.
+
+        The request is of `weight` sequences, `alike` of them of the prompt that `hashes` tell of.
+        """
         try:
-            replica, outcome, owned = await self._pipe.script(self._scripts["route"], touched, arguments)
-            choice = Choice(replica=replica, outcome=outcome, owned=owned)
+            replica, outcome, owned = await self._route(version, hashes, candidates, self._policy, turn, weight, alike)
+            choice = Choice(replica=replica, outcome=outcome, owned=owned, weight=weight)
         except ControlError:
-            choice = self._alone(candidates, turn)
-        self.inflight[choice.replica] += 1
+            choice = self._alone(candidates, turn, weight)
+        self.inflight[choice.replica] += weight
         return choice
+
+    async def note(self, version: str, chains: Sequence[Sequence[str]], choice: Choice) -> None:
+        """Prompts that share their request with the one that was looked up for `choice` will be cached there, too.
+
+        A choice without an alternative, of nothing in flight and by the policy that promises nothing, does just that.
+        """
+        if choice.outcome == "local":
+            return
+        asked = [self._route(version, chain, (choice.replica,), "threshold", 0, 0, 0) for chain in chains if chain]
+        for answer in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(answer, ControlError):
+                log.debug("not noted, these prompts will be cold once more: %s", answer)
+            elif isinstance(answer, BaseException):
+                raise answer
 
     def release(self, choice: Choice) -> None:
         """The request that `choose` counted has ended."""
         replica = choice.replica
-        self.inflight[replica] -= 1
+        self.inflight[replica] -= choice.weight
         if choice.outcome != "local":
-            self._ended[replica] += 1
+            self._ended[replica] += choice.weight
             self._bell.ring()
 
     async def tell_ends(self) -> None:
@@ -131,7 +141,37 @@ class Ownership:
         self._touches[version] = keys
         return keys
 
-    def _alone(self, candidates: Sequence[str], turn: int) -> Choice:
+    async def _route(
+        self,
+        version: str,
+        hashes: Sequence[str],
+        candidates: Sequence[str],
+        policy: Policy,
+        turn: int,
+        weight: int,
+        alike: int,
+    ) -> tuple[str, Outcome, int]:
+        arguments: tuple[str | int, ...] = (
+            self._router,
+            policy,
+            self._spill,
+            turn,
+            self._blocks_per_version,
+            OWNERSHIP_TTL_S,
+            INFLIGHT_TTL_S,
+            PROMISES_TTL_S,
+            REPEATS_TTL_S,
+            weight,
+            alike,
+            len(candidates),
+            *candidates,
+            *hashes,
+        )
+        touched = self._touches.get(version) or self._touched(version)
+        replica, outcome, owned = await self._pipe.script(self._scripts["route"], touched, arguments)
+        return replica, outcome, owned
+
+    def _alone(self, candidates: Sequence[str], turn: int, weight: int) -> Choice:
         """The same rule with the replica that the prompt's hash falls on as its owner."""
         home = turn % len(candidates)
         standings = [
@@ -139,4 +179,4 @@ class Ownership:
             for place, name in enumerate(candidates)
         ]
         choice = choose(standings, policy=self._policy, spill=self._spill, turn=turn)
-        return Choice(replica=choice.replica, outcome="local", owned=0)
+        return Choice(replica=choice.replica, outcome="local", owned=0, weight=weight)

@@ -9,6 +9,8 @@ others; then, and when nobody owns it, to the one with least to do. A policy say
 - `threshold`: too far is more than `spill` ahead of the least loaded, and what is in flight is all. This is the rule of
   the published Hugging Face proxy, here with its spilled prompts keeping their affinity.
 
+Load is counted in sequences, what an engine decodes at once: a request for eight completions is eight of them.
+
 The mean stands still where the least loaded replica moves with every answer, so a group is torn apart less often for
 the same largest load; and promises keep two groups that began in the same moment from growing on one replica.
 
@@ -39,7 +41,7 @@ class Block(Struct, frozen=True, kw_only=True):
 
 
 class Standing(Struct, frozen=True, kw_only=True):
-    """One candidate: how many blocks beyond the boilerplate it owns, its requests in flight from all routers, and how
+    """One candidate: how many blocks beyond the boilerplate it owns, its sequences in flight from all routers, and how
     many more of prompts that went there are expected."""
 
     replica: str
@@ -49,11 +51,13 @@ class Standing(Struct, frozen=True, kw_only=True):
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """Where a request goes, why, and how many blocks beyond the boilerplate are expected to be warm there."""
+    """Where a request goes, why, how many blocks beyond the boilerplate are expected to be warm there, and as how many
+    sequences it is counted."""
 
     replica: str
     outcome: Outcome
     owned: int
+    weight: int = 1
 
 
 def boilerplate(known: Sequence[Block], hashes: Sequence[str]) -> int:

@@ -2,12 +2,12 @@
 -- The choice is that of adaptersync/router/policy.py, what is promised that of promises.py beside it; the cost is
 -- bounded by blocks of one request + candidates.
 -- KEYS: owned blocks of the version, in-flight counts, promises of the version, repeats of its run
--- ARGV: router, policy, spill, turn, blocks kept for one version, seconds to live of each key, how many candidates,
---       candidates ..., block hashes ...
+-- ARGV: router, policy, spill, turn, blocks kept for one version, seconds to live of each key, sequences of the request,
+--       how many of them are of the prompt that is looked up, how many candidates, candidates ..., block hashes ...
 -- Reply: {replica, 'affinity' | 'cold' | 'spill', owned blocks beyond the boilerplate}
 -- A block is held as "child:owner,owner": the head of the one block seen after it ('' none, '*' several), and who owns it.
--- Promises: "replica" how many more it may expect, ":prompt" as "how many more:replica", "#place" the prompts in the
--- order in which they came, from "#first" to before "#next", "#again" how many came again since the last new one.
+-- Promises: "replica" how many more sequences it may expect, ":prompt" as "how many more:replica", "#place" the prompts
+-- in the order in which they came, from "#first" to before "#next", "#again" how many came again since the last new one.
 local CHUNK = 64 -- blocks in one read or write: the chain ends somewhere, and Lua's stack is finite
 local HEAD = 4
 local OWNERS = 16 -- owners remembered of one block; the oldest gives way
@@ -20,8 +20,8 @@ local DROPS = 4
 local ARGV, match, sub = ARGV, string.match, string.sub -- as locals they are found faster
 local router, promising, spill, turn = ARGV[1], ARGV[2] == 'promise', tonumber(ARGV[3]), tonumber(ARGV[4])
 local limit = tonumber(ARGV[5])
-local count = tonumber(ARGV[10])
-local offset = 10 + count -- the block at place k is ARGV[offset + k], the candidate ARGV[10 + k]
+local weight, alike, count = tonumber(ARGV[10]), tonumber(ARGV[11]), tonumber(ARGV[12])
+local offset = 12 + count -- the block at place k is ARGV[offset + k], the candidate ARGV[12 + k]
 local blocks = math.min(#ARGV - offset, limit)
 
 -- what is known of the prompt, up to the first block that nobody has seen, and the heads of what follows each block
@@ -64,7 +64,7 @@ for k = common + 1, known + 1 do
   end
 end
 
-local counts, total, least = redis.call('HMGET', KEYS[2], unpack(ARGV, 11, offset)), 0, nil
+local counts, total, least = redis.call('HMGET', KEYS[2], unpack(ARGV, 13, offset)), 0, nil
 for place = 1, count do
   local inflight = tonumber(counts[place] or 0)
   counts[place], total = inflight, total + inflight
@@ -77,7 +77,7 @@ local most = promising and total + math.max(spill * count, math.floor(total / EV
 local best, owned = nil, false
 for i = 0, count - 1 do
   local place = (turn + i) % count + 1
-  local mine = depth[ARGV[10 + place]] or 0
+  local mine = depth[ARGV[12 + place]] or 0
   owned = owned or mine > 0
   if mine > 0 and counts[place] * count <= most
     and (not best or mine > best.depth or (mine == best.depth and counts[place] < best.load)) then
@@ -94,7 +94,7 @@ if promising and total == 0 then -- nothing is in flight, nothing is expected
   redis.call('UNLINK', KEYS[3])
 end
 if not best then
-  local promised = promising and redis.call('HMGET', KEYS[3], unpack(ARGV, 11, offset)) or {}
+  local promised = promising and redis.call('HMGET', KEYS[3], unpack(ARGV, 13, offset)) or {}
   for i = 0, count - 1 do
     local place = (turn + i) % count + 1
     local load = counts[place] + tonumber(promised[place] or 0)
@@ -103,12 +103,14 @@ if not best then
     end
   end
 end
-local chosen = ARGV[10 + best.place]
+local chosen = ARGV[12 + best.place]
 
-local running = redis.call('HINCRBY', KEYS[2], chosen, 1)
-redis.call('HINCRBY', KEYS[2], router .. '|' .. chosen, 1)
-if running == 1 then -- the key may be new; the routers' beat renews it
-  redis.call('EXPIRE', KEYS[2], ARGV[7])
+if weight > 0 then
+  local running = redis.call('HINCRBY', KEYS[2], chosen, weight)
+  redis.call('HINCRBY', KEYS[2], router .. '|' .. chosen, weight)
+  if running == weight then -- the key may be new; the routers' beat renews it
+    redis.call('EXPIRE', KEYS[2], ARGV[7])
+  end
 end
 
 -- The prompts that were new longest ago make room: returns where the oldest now is, and what `chosen` lost by it.
@@ -129,11 +131,11 @@ local function forget(first, following)
   return first, lost
 end
 
--- Prompts of this run were asked for again so often, and now a new one is: how often is it expected again?
+-- Prompts of this run had so many sequences again, and now a new one has its first: how many more are expected of it?
 local function learn(again)
   local seen = redis.call('HMGET', KEYS[4], 'asked', 'prompts')
-  local asked, prompts = (tonumber(seen[1]) or 0) + again + 1, (tonumber(seen[2]) or 0) + 1
-  local more = math.min(math.floor((2 * asked + prompts) / (2 * prompts)) - 1, MOST)
+  local asked, prompts = (tonumber(seen[1]) or 0) + again + alike, (tonumber(seen[2]) or 0) + 1
+  local more = math.min(math.max(math.floor((2 * asked + prompts) / (2 * prompts)) - alike, 0), MOST)
   if prompts >= FORGET then
     asked, prompts = math.floor(asked / 2), math.floor(prompts / 2)
   end
@@ -147,7 +149,7 @@ local function promise(prompt)
   local expected, again = tonumber(held[2]) or 0, tonumber(held[3]) or 0
   if held[1] then
     local left, home = match(held[1], '^(%d+):(.*)$')
-    local kept = math.max(left - 1, 0)
+    local kept = math.max(left - alike, 0)
     if home == chosen then
       expected = expected - left + kept
     else
@@ -156,7 +158,7 @@ local function promise(prompt)
         redis.call('HINCRBY', KEYS[3], home, -left)
       end
     end
-    redis.call('HSET', KEYS[3], prompt, kept .. ':' .. chosen, chosen, expected, '#again', again + 1)
+    redis.call('HSET', KEYS[3], prompt, kept .. ':' .. chosen, chosen, expected, '#again', again + alike)
   elseif outcome == 'cold' then
     local following = tonumber(held[5]) or 0
     local first, lost = forget(tonumber(held[4]) or 0, following)

@@ -155,6 +155,33 @@ async def test_ends_are_told_at_once_and_stay_told(cache_url: str) -> None:
     await pipe.close()
 
 
+async def test_sequences_are_counted_and_given_back(cache_url: str) -> None:
+    """And the other prompts of a request are owned, too, without being counted again or promised anything."""
+    keys, pipe = Keys("test"), Pipe(cache_url, name="test", timeout_s=2.0)
+    await pipe.connect()
+    ownership = Ownership(pipe, keys, router="left", policy="promise", spill=8, blocks_per_version=1000)
+    telling = asyncio.create_task(ownership.tell_ends())
+    first, second = ("a" * 16,), ("b" * 16, "c" * 16)
+    choice = await ownership.choose(V1, first, ("r0", "r1"), 0, weight=24, alike=8)
+    await ownership.note(V1, (second, ()), choice)
+    assert (choice.replica, choice.weight, ownership.inflight["r0"]) == ("r0", 24, 24)
+    assert await pipe.call("HMGET", keys.inflight, "r0", "left|r0", "r1") == ["24", "24", None]
+    promises = await pipe.call("HGETALL", keys.promises(V1))
+    assert [field for field in promises[::2] if field[0] == ":"] == [":" + first[0]]
+    alone = await ownership.choose(V1, second, ("r0",), 1)
+    assert (alone.outcome, alone.owned) == ("affinity", 2)
+    for each in (choice, alone):
+        ownership.release(each)
+    assert ownership.inflight["r0"] == 0
+
+    async def told() -> bool:
+        return not await pipe.call("EXISTS", keys.inflight)
+
+    await wait_until(told)
+    telling.cancel()
+    await pipe.close()
+
+
 async def test_two_routers_expect_the_same(cache_url: str) -> None:
     """Each group split over both, shuffled; what one of them is promised, the other keeps."""
     keys, pipes = Keys("test"), [Pipe(cache_url, name="test", timeout_s=5.0) for _ in range(2)]

@@ -47,6 +47,8 @@ def route(cache: redis.Redis) -> Route:
         turn: int = 0,
         limit: int = 100_000,
         router: str = "left",
+        weight: int = 1,
+        alike: int = 1,
     ) -> Choice:
         reply = cache.eval(
             script.source,
@@ -64,6 +66,8 @@ def route(cache: redis.Redis) -> Route:
             60,
             60,
             60,
+            weight,
+            alike,
             len(candidates),
             *candidates,
             *hashes,
@@ -81,6 +85,7 @@ steps = st.lists(
         st.lists(st.sampled_from(REPLICAS), min_size=1, unique=True),
         st.integers(0, 1000),
         st.booleans(),
+        st.sampled_from(((1, 1), (1, 1), (2, 1), (8, 8), (24, 8), (0, 0))),  # sequences, and those of the prompt
     ),
     max_size=30,
 )
@@ -111,7 +116,7 @@ def test_script_and_policy_agree(
     policy: Policy,
     table: list[tuple[str, str, list[list[str]]]],
     spill: int,
-    steps: list[tuple[str, list[str], int, bool]],
+    steps: list[tuple[str, list[str], int, bool, tuple[int, int]]],
 ) -> None:
     cache.flushall()
     books = Books(policy=policy, spill=spill)
@@ -121,13 +126,14 @@ def test_script_and_policy_agree(
             cache.hset(KEYS.owned(VERSION), name, f"{child}:{','.join(owners)}")
             cache.expire(KEYS.owned(VERSION), 60)  # as the script would have left it: no step may follow
     release = Script("release")
-    for prompt, candidates, turn, ends in steps:
+    for prompt, candidates, turn, ends, (weight, alike) in steps:
         hashes = hashes_of(prompt)
-        expected = books.route(hashes, candidates, turn)
-        assert route(hashes, candidates, policy=policy, spill=spill, turn=turn) == expected
+        expected = books.route(hashes, candidates, turn, weight, alike)
+        got = route(hashes, candidates, policy=policy, spill=spill, turn=turn, weight=weight, alike=alike)
+        assert got == expected
         if ends:
-            books.release(expected.replica)
-            cache.eval(release.source, 1, KEYS.inflight, "left", expected.replica, 1)
+            books.release(expected.replica, weight)
+            cache.eval(release.source, 1, KEYS.inflight, "left", expected.replica, weight)
     kept = {name: f"{block.child}:{','.join(block.owners)}" for name, block in books.blocks.items()}
     assert cache.hgetall(KEYS.owned(VERSION)) == kept
     assert totals(cache) == {name: count for name, count in books.inflight.items() if count}

@@ -70,6 +70,26 @@ def test_the_size_of_groups_is_learned_and_follows_a_change() -> None:
     assert repeats.prompts < FORGET
 
 
+def test_a_request_that_brings_its_whole_group_promises_nothing() -> None:
+    books = Books(policy="promise", spill=8)
+    for number in range(3 * FORGET):
+        choice = books.route([f"prompt {number}"], ("r0", "r1"), number, weight=8, alike=8)
+        assert held(books.promises) == {}
+        books.release(choice.replica, 8)
+    # asked for in another way, the group is as large as before
+    first = books.route(["in halves"], ("r0", "r1"), 0, weight=4, alike=4)
+    assert held(books.promises) == {first.replica: 4}
+    books.route(["in halves"], ("r0", "r1"), 0, weight=4, alike=4)
+    assert held(books.promises) == {}
+
+
+def test_a_request_for_many_completions_is_as_much_load_as_they_are() -> None:
+    books = Books(policy="threshold", spill=8)
+    assert books.route(["a"], ("r0", "r1"), 0, weight=8, alike=8).replica == "r0"
+    assert [books.route([name], ("r0", "r1"), 0).replica for name in "bcd"] == ["r1"] * 3
+    assert books.inflight == {"r0": 8, "r1": 3}
+
+
 def test_one_prompt_that_everybody_asks_for_does_not_promise_the_world() -> None:
     repeats = Repeats()
     assert repeats.first(100_000) == MOST

@@ -267,8 +267,8 @@ class Proxy:
 
     def _hashes(self, target: Target, asked: Asked) -> list[str]:
         blocks, size = self._settings.blocks_per_request, self._view.block_size
-        tokens = routing_tokens(asked.prompt, asked.messages, limit=blocks * size)
-        return block_hashes(target.model, tokens, size, blocks)
+        tokens, by_bytes = routing_tokens(asked.prompt, asked.messages, limit=blocks * size)
+        return block_hashes(target.model, tokens, size, blocks, by_bytes=by_bytes)
 
     async def _dispatch(
         self, request: web.Request, call: _Call, target: Target, body: bytes, hashes: Sequence[str]

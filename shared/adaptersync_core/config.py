@@ -26,6 +26,7 @@ from adaptersync_core.proof import Verdict
 
 ENVIRONMENT = "ADAPTERSYNC_"
 REDIS_SCHEMES = ("redis", "rediss", "unix")
+WORKERS = 64  # processes of one router
 SPOOL_MIN_BYTES = 16_384  # a few rows
 
 
@@ -112,12 +113,20 @@ class RouterSection(Section, frozen=True, kw_only=True):
     name: str = "router-0"
     host: str = "127.0.0.1"
     port: int = 8080
+    workers: int = 1
+    """Processes that share this port; limits below hold for each. One serves some thousand requests a second."""
     hold_s: float = 30.0
     """How long to hold a request for a version that is about to be promoted."""
     held_requests: int = 4096
     """How many requests may be held at once."""
     body_bytes: int = 16 << 20
     """The largest request body."""
+    arriving_bytes: int = 256 << 20
+    """Of all request bodies that have not yet arrived whole."""
+    head_bytes: int = 64 << 10
+    """The largest request line with its headers."""
+    connections: int = 8192
+    """Clients' connections that may be open; the limit of open files must allow for twice as many."""
     connect_timeout_s: float = 5.0
     request_timeout_s: float = 600.0
     """From sending a request to a replica to its last byte."""
@@ -332,6 +341,8 @@ def _check(config: Config) -> None:
             key="router.table_max_age_s",
             value=config.router.table_max_age_s,
         )
+    if not 1 <= config.router.workers <= WORKERS:
+        raise ConfigError(f"setting must be 1 to {WORKERS}", key="router.workers", value=config.router.workers)
     if config.coordinator.min_ready < 1:
         raise ConfigError("setting must be at least 1", key="coordinator.min_ready", value=config.coordinator.min_ready)
 

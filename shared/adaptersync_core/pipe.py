@@ -69,8 +69,7 @@ class Pipe:
         if line is None or line.broken:
             self._reconnect()
             raise self._away("not connected")
-        futures = [line.send(tuple(command)) for command in commands]
-        return await asyncio.gather(*futures, return_exceptions=True)
+        return await line.send_all(commands)
 
     async def script(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
         try:
@@ -130,6 +129,25 @@ class Pipe:
         return ControlUnavailable(f"Redis cannot be reached: {reason}", next_step="check the server", redis=self.where)
 
 
+class _Waiting:
+    """One call, or `count` of them whose `replies` are told together."""
+
+    __slots__ = ("count", "future", "replies", "since")
+
+    def __init__(
+        self, future: asyncio.Future[Any], since: float, count: int = 1, replies: list[Any] | None = None
+    ) -> None:
+        self.future = future
+        self.since = since
+        self.count = count
+        self.replies = replies
+
+
+def _pack(arguments: tuple[Argument, ...]) -> bytes:
+    packed: bytes = hiredis.pack_command(arguments)  # type: ignore[arg-type]  # numbers are fine, its stub is narrow
+    return packed
+
+
 class _Line(asyncio.Protocol):
     """One life of the connection: replies answer the oldest waiting call."""
 
@@ -139,20 +157,33 @@ class _Line(asyncio.Protocol):
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._reader = hiredis.Reader(encoding="utf-8", errors="backslashreplace", replyError=_refused)
-        self._waiting: deque[tuple[asyncio.Future[Any], float]] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._out: list[bytes] = []
         self._watch: asyncio.TimerHandle | None = None
         self._transport: asyncio.WriteTransport | None = None
 
     def send(self, arguments: tuple[Argument, ...]) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = self._loop.create_future()
+        self._send(_pack(arguments), _Waiting(future, self._loop.time()))
+        return future
+
+    def send_all(self, commands: Iterable[Sequence[Argument]]) -> asyncio.Future[list[Any]]:
+        """Their replies together, each an error where there was one: a future for each would cost more than it."""
+        future: asyncio.Future[list[Any]] = self._loop.create_future()
+        packed = [_pack(tuple(command)) for command in commands]
+        if packed:
+            self._send(b"".join(packed), _Waiting(future, self._loop.time(), len(packed), []))
+        else:
+            future.set_result([])
+        return future
+
+    def _send(self, packed: bytes, waiting: _Waiting) -> None:
         if not self._out:
             self._loop.call_soon(self._flush)
-        self._out.append(hiredis.pack_command(arguments))  # type: ignore[arg-type]  # numbers are fine, its stub is narrow
-        self._waiting.append((future, self._loop.time()))
+        self._out.append(packed)
+        self._waiting.append(waiting)
         if self._watch is None:
             self._watch = self._loop.call_later(self._timeout_s, self._check)
-        return future
 
     def end(self, reason: str) -> None:
         """Nothing more will come: every waiting call fails."""
@@ -163,7 +194,7 @@ class _Line(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
         while self._waiting:
-            future, _ = self._waiting.popleft()
+            future = self._waiting.popleft().future
             if not future.done():
                 future.set_exception(ControlUnavailable(f"Redis cannot be reached: {reason}", redis=self._where))
 
@@ -177,7 +208,14 @@ class _Line(asyncio.Protocol):
         try:
             self._reader.feed(data)
             while (reply := self._reader.gets()) is not False:
-                future, _ = self._waiting.popleft()
+                waiting = self._waiting[0]
+                if waiting.replies is not None:
+                    waiting.replies.append(reply)
+                    if len(waiting.replies) < waiting.count:
+                        continue
+                    reply = waiting.replies
+                self._waiting.popleft()
+                future = waiting.future
                 if future.done():
                     continue
                 if isinstance(reply, ControlError):
@@ -195,7 +233,7 @@ class _Line(asyncio.Protocol):
     def _check(self) -> None:
         self._watch = None
         if self._waiting:
-            due = self._waiting[0][1] + self._timeout_s
+            due = self._waiting[0].since + self._timeout_s
             if due <= self._loop.time():
                 self.end("no answer in time")
             else:

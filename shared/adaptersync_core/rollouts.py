@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -22,6 +21,7 @@ UNKNOWN = "unknown"
 NEVER_ENDED = "nothing says how it ended"
 LABEL = 128  # characters of a name that a client gave
 PAGE = 1000
+FIELD = "row"  # of an entry, its only one: the row as JSON, as it came from the spool
 
 Fields = Mapping[str, str]
 log = logging.getLogger(__name__)
@@ -68,30 +68,26 @@ class Row(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
 
 
-def to_fields(row: Mapping[str, Any]) -> list[str | int]:
-    """Field, value, field, value, ... of a row as a stream entry holds them; microseconds are precise enough."""
-    fields: list[str | int] = []
-    for name, value in row.items():
-        if value is None or value == "":
-            continue
-        if isinstance(value, bool):
-            value = "true" if value else "false"
-        fields += name, f"{value:.6f}" if isinstance(value, float) else value
-    return fields
+_decoder = msgspec.json.Decoder(Row)
 
 
-def join(entries: Iterable[Fields], *, voided: Collection[str] = ()) -> list[Row]:
+def decode(fields: Fields) -> Row | None:
+    """The row of an entry; None where it cannot be read."""
+    try:
+        return _decoder.decode(fields.get(FIELD, ""))
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        log.warning("ledger entry is left out, it cannot be read: %s", error)
+        return None
+
+
+def join(rows: Iterable[Row | None], *, voided: Collection[str] = ()) -> list[Row]:
     """One row a rollout, in the order in which they first appear; `voided` are versions that were found bad."""
     found: dict[str, Row] = {}
-    for fields in entries:
-        try:
-            row = msgspec.convert(fields, Row, strict=False)
-        except msgspec.ValidationError as error:
-            log.warning("ledger entry is left out, it cannot be read: %s", error)
-            continue
-        known = found.get(row.request_id)
-        if known is None or _says_more(row, known):
-            found[row.request_id] = row
+    for row in rows:
+        if row is not None:
+            known = found.get(row.request_id)
+            if known is None or _says_more(row, known):
+                found[row.request_id] = row
     return [_concluded(row, voided) for row in found.values()]
 
 
@@ -110,18 +106,18 @@ def _concluded(row: Row, voided: Collection[str]) -> Row:
 
 async def read_rollouts(registry: Registry) -> list[Row]:
     """The whole ledger, joined with what became of the versions since."""
-    entries: list[dict[str, str]] = []
+    rows: list[Row | None] = []
     after = "-"
     while page := await registry.client.command("XRANGE", registry.keys.rollouts, after, "+", "COUNT", PAGE):
-        entries += [fields for _, fields in page]
+        rows += [decode(fields) for _, fields in page]
         after = f"({page[-1][0]}"
-    served = sorted({fields["version"] for fields in entries if fields.get("run") and "version" in fields})
+    served = sorted({row.version for row in rows if row is not None and row.run and row.version})
     voided: set[str] = set()
     for first in range(0, len(served), PAGE):
         names = served[first : first + PAGE]
         records = await registry.records(names)
         voided |= {name for name, (_, record) in zip(names, records, strict=True) if record.get("state") == "voided"}
-    return join(entries, voided=voided)
+    return join(rows, voided=voided)
 
 
 class Ended:
@@ -133,6 +129,7 @@ class Ended:
 
     async def read(self, registry: Registry) -> int:
         while page := await registry.client.command("XRANGE", registry.keys.rollouts, self._after, "+", "COUNT", PAGE):
-            self.count += sum(fields.get("outcome") != OPEN for _, fields in page)
+            rows = [decode(fields) for _, fields in page]
+            self.count += sum(row is not None and row.outcome != OPEN for row in rows)
             self._after = f"({page[-1][0]}"
         return self.count

@@ -109,10 +109,9 @@ async def test_versions_say_which_rollouts_are_voided(registry: Registry, capsys
     for number in (1, 2):
         names.append(await _publish(registry, number))
         assert await asyncio.to_thread(main, ["gate", "admit", "run", names[-1]]) == 0
-        row = {"request_id": f"a-{number}", "router": "g", "path": "/", "asked": "run", "run": "run"}
-        row |= {"outcome": "ok", "started_at": "1.0", "version": names[-1]}
-        fields = [part for item in row.items() for part in item]
-        await registry.client.command("XADD", registry.keys.rollouts, "*", *fields)
+        row: dict[str, object] = {"request_id": f"a-{number}", "router": "g", "path": "/", "asked": "run", "run": "run"}
+        row |= {"outcome": "ok", "started_at": 1.0, "version": names[-1]}
+        await registry.client.command("XADD", registry.keys.rollouts, "*", "row", orjson.dumps(row))
     assert await asyncio.to_thread(main, ["rollback", "run", "--reason", "answers nonsense"]) == 0
     capsys.readouterr()
     assert await asyncio.to_thread(main, ["versions", "run", "--rollouts", "--json"]) == 0

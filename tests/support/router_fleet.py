@@ -19,18 +19,19 @@ from adaptersync.router.app import serving
 from adaptersync_core.config import Config, GroupSection, RedisSection, RouterSection
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import RedisClient
-from adaptersync_core.rollouts import OPEN
+from adaptersync_core.rollouts import OPEN, Row, decode, join
 from adaptersync_core.table import LiveState
 from adaptersync_tools.servers import RedisServer
+from support.ledger_rows import as_text
 from support.tables import TableWriter, version_name
 from support.upstreams import Upstream, upstream
 from support.wait import wait_until
 
 PROGRAM = """
-import asyncio, sys
+import sys
 from adaptersync.router.app import run_router
 from adaptersync_core.config import load_config
-asyncio.run(run_router(load_config(overrides=dict(zip(sys.argv[1::2], sys.argv[2::2])))))
+run_router(load_config(overrides=dict(zip(sys.argv[1::2], sys.argv[2::2]))))
 """
 
 V1, V2, V3 = version_name(1), version_name(2), version_name(3)
@@ -112,8 +113,13 @@ class Fleet:
         return {"spool_path": str(self.spool.parent), "spool_bytes": 1 << 20, "kept_bytes": 1 << 20}
 
     async def entries(self) -> list[dict[str, str]]:
-        """The ledger's stream as it is."""
-        return [fields for _, fields in await self.control.read_stream(self.keys.rollouts, "0", count=100_000)]
+        """The ledger's stream, each value as text."""
+        return [as_text(fields) for _, fields in await self.control.read_stream(self.keys.rollouts, "0", count=100_000)]
+
+    async def joined(self) -> list[Row]:
+        """The ledger as its readers have it."""
+        entries = await self.control.read_stream(self.keys.rollouts, "0", count=100_000)
+        return join(decode(fields) for _, fields in entries)
 
     async def rows(self, count: int) -> list[dict[str, str]]:
         """What ended, once it is `count` rows; more are a failure."""

@@ -52,6 +52,7 @@ from adaptersync_tools.simulator.scheduler import Latency
 from support.adapters import make_adapter, write_safetensors
 from support.artifacts import small_adapter
 from support.engines import Engine
+from support.ledger_rows import as_text
 from support.router_fleet import Answer
 from support.wait import wait_until
 
@@ -343,7 +344,7 @@ class WholeFleet:
         return found
 
     async def rows(self) -> list[dict[str, str]]:
-        return [fields for _, fields in await self.control.read_stream(self.keys.rollouts, "0", count=100_000)]
+        return [as_text(fields) for _, fields in await self.control.read_stream(self.keys.rollouts, "0", count=100_000)]
 
     # rollouts
 

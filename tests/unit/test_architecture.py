@@ -231,7 +231,7 @@ def test_locks_hold_what_the_project_requires() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     for lock, requirements in (
-        ("base", [*project["dependencies"], *extras["embedded"], *extras["fast"]]),
+        ("base", [*project["dependencies"], *extras["embedded"]]),
         ("cpu", [*extras["trl"], *extras["tokenize"], *extras["cpu"]]),
         ("dev", extras["dev"]),
     ):

@@ -13,6 +13,7 @@ from adaptersync.router.fates import Fates
 from adaptersync.router.resolve import RETRY_S, Ask, Fate, Hold, Target, resolve
 from adaptersync.router.table import TableView
 from adaptersync_core.errors import ControlError, Unroutable
+from adaptersync_core.table import Table
 
 
 class Admission:
@@ -24,6 +25,8 @@ class Admission:
         self._base_model = base_model
         self._hold_s = hold_s
         self._held_requests = held_requests
+        self._table = Table()
+        self._known: dict[str, Target] = {}  # by name, under that table: a few names for each of its versions
         self.held = 0
 
     async def admit(self, name: str, *, gate: bool = False) -> Target:
@@ -31,6 +34,18 @@ class Admission:
 
         `gate`: the caller may have a version that waits at the gate, by its own name.
         """
+        table = self._view.serving()
+        if table is not self._table:
+            self._table = table
+            self._known.clear()
+        target = self._known.get(name)
+        if target is None:
+            target = await self._resolve(name, gate=gate)
+            if not gate and self._view.table is self._table:
+                self._known[name] = target
+        return target
+
+    async def _resolve(self, name: str, *, gate: bool) -> Target:
         deadline = 0.0
         while True:
             table = self._view.serving()

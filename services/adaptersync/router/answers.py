@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import orjson
-from aiohttp import web
 
+from adaptersync.router.server import Pair, Reply
 from adaptersync_core.errors import AdapterSyncError, Unroutable
 
 TYPES = {
@@ -23,15 +24,14 @@ TYPES = {
 }
 
 
-def json_answer(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(status=status, body=orjson.dumps(body), content_type="application/json", headers=headers)
+def json_answer(body: object, *, status: int = 200, headers: Sequence[Pair] = ()) -> Reply:
+    return Reply(status, (*headers, (b"content-type", b"application/json")), orjson.dumps(body))
 
 
-def refusal(error: AdapterSyncError, *, status: int, headers: dict[str, str] | None = None) -> web.Response:
+def refusal(error: AdapterSyncError, *, status: int, headers: Sequence[Pair] = ()) -> Reply:
     """One line of reason; `Retry-After` where coming back makes sense."""
-    headers = dict(headers or {})
     if isinstance(error, Unroutable) and error.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers = (*headers, (b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
     body = {
         "error": {
             "message": str(error),

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from aiohttp import ClientSession, DummyCookieJar, web
+from aiohttp import ClientSession, DummyCookieJar
+from msgspec.structs import replace
 
 from adaptersync.router.admission import Admission
 from adaptersync.router.attempts import Attempts
@@ -21,10 +22,13 @@ from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
 from adaptersync.router.ownership import Ownership
+from adaptersync.router.paths import Paths
 from adaptersync.router.proxy import CHAT, Proxy
 from adaptersync.router.report import Reporter
-from adaptersync.router.status import ENGINE_CALLS, Status, refuse_engine_call, refuse_path
+from adaptersync.router.server import Limits, Server
+from adaptersync.router.status import Status
 from adaptersync.router.table import TableView
+from adaptersync.router.workers import Shares, reserved, run
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import ControlError, ControlUnavailable
@@ -49,14 +53,21 @@ class Serving(NamedTuple):
     work: asyncio.Task[None]
 
 
-async def run_router(config: Config) -> None:
+def run_router(config: Config) -> None:
     """Serve until SIGTERM or SIGINT, then let requests in flight end and the ledger be written; it outlives a kill."""
+    settings = config.router
+    with reserved(settings.host, settings.port, settings.workers) as port:
+        config = replace(config, router=replace(settings, port=port))
+        run(lambda shares, worker: _run(config, shares, worker), settings.workers)
+
+
+async def _run(config: Config, shares: Shares, worker: int) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     try:
-        async with serving(config) as router:
+        async with serving(config, shares=shares, worker=worker) as router:
             log.info("serving on %s", router.url)
             stopped = asyncio.create_task(stop.wait())
             await asyncio.wait((stopped, router.work), return_when=asyncio.FIRST_COMPLETED)
@@ -68,14 +79,22 @@ async def run_router(config: Config) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(config: Config, *, drain_s: float = DRAIN_S) -> AsyncIterator[Serving]:
-    """A router that serves while the context lasts, which then waits up to `drain_s` for requests in flight."""
-    async with contextlib.AsyncExitStack() as opened, _serving(config, opened, drain_s=drain_s) as router:
+async def serving(
+    config: Config, *, drain_s: float = DRAIN_S, shares: Shares | None = None, worker: int = 0
+) -> AsyncIterator[Serving]:
+    """A router that serves while the context lasts, which then waits up to `drain_s` for requests in flight.
+
+    As one `worker` of several, it has their `shares`.
+    """
+    opened = contextlib.AsyncExitStack()
+    async with opened, _serving(config, opened, shares or Shares(1), worker, drain_s=drain_s) as router:
         yield router
 
 
 @contextlib.asynccontextmanager
-async def _serving(config: Config, opened: contextlib.AsyncExitStack, *, drain_s: float) -> AsyncIterator[Serving]:
+async def _serving(
+    config: Config, opened: contextlib.AsyncExitStack, shares: Shares, worker: int, *, drain_s: float
+) -> AsyncIterator[Serving]:
     """`opened` closes what was opened here, also where nothing can be served."""
     settings = config.router
     # every process counts and reports for itself, also where several share a name and a port
@@ -112,7 +131,7 @@ async def _serving(config: Config, opened: contextlib.AsyncExitStack, *, drain_s
         spill=settings.spill,
         blocks_per_version=settings.blocks_per_version,
     )
-    attempts, outages, metrics = Attempts(), Outages(), Metrics()
+    attempts, outages, metrics = Attempts(), Outages(), Metrics(shares.get(worker))
     ledger = await Ledger.at(
         rows,
         keys.rollouts,
@@ -133,6 +152,14 @@ async def _serving(config: Config, opened: contextlib.AsyncExitStack, *, drain_s
         ledger=ledger,
         metrics=metrics,
     )
+    server = Server(
+        Limits(
+            head_bytes=settings.head_bytes,
+            body_bytes=settings.body_bytes,
+            arriving_bytes=settings.arriving_bytes,
+            connections=settings.connections,
+        )
+    )
     status = Status(
         name=name,
         base_model=config.group.base_model,
@@ -144,18 +171,21 @@ async def _serving(config: Config, opened: contextlib.AsyncExitStack, *, drain_s
         outages=outages,
         ledger=ledger,
         metrics=metrics,
+        server=server,
+        shares=shares,
+        worker=worker,
     )
 
-    app = web.Application(client_max_size=settings.body_bytes)
-    app.router.add_post("/v1/completions", proxy.rollout)
-    app.router.add_post(CHAT, proxy.rollout)
-    app.router.add_post("/tokenize", proxy.tokenize)
-    app.router.add_get("/v1/models", status.models)
-    app.router.add_get("/health", status.health)
-    app.router.add_get("/metrics", status.metrics)
-    for path in ENGINE_CALLS:
-        app.router.add_route("*", path, refuse_engine_call)
-    app.router.add_route("*", "/{path:.*}", refuse_path)
+    paths = Paths(
+        {
+            "/v1/completions": {"POST": proxy.rollout},
+            CHAT: {"POST": proxy.rollout},
+            "/tokenize": {"POST": proxy.tokenize},
+            "/v1/models": {"GET": status.models},
+            "/health": {"GET": status.health},
+            "/metrics": {"GET": status.metrics},
+        }
+    )
 
     bell = Bell()
     reporter = Reporter(registry, view, proxy, name=name, max_age_s=settings.table_max_age_s)
@@ -165,12 +195,8 @@ async def _serving(config: Config, opened: contextlib.AsyncExitStack, *, drain_s
     for pipe in (cache, rows):
         with contextlib.suppress(ControlUnavailable):
             await pipe.connect()
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=drain_s)
-    await runner.setup()
     try:
-        site = web.TCPSite(runner, settings.host, settings.port, reuse_port=True, backlog=2048)
-        await site.start()
-        host, port = runner.addresses[0][:2]
+        host, port = await server.listen(paths, settings.host, settings.port)
         url = reporter.url = f"http://{host}:{port}"
         work = asyncio.create_task(
             _work(
@@ -182,6 +208,7 @@ async def _serving(config: Config, opened: contextlib.AsyncExitStack, *, drain_s
                 ownership.tell_ends(),
                 ledger.write(),
                 reporter.run(),
+                status.share(),
             )
         )
         try:
@@ -189,12 +216,12 @@ async def _serving(config: Config, opened: contextlib.AsyncExitStack, *, drain_s
         finally:
             # requests in flight still need all of the above
             proxy.stopping = True
-            await runner.cleanup()
+            await server.stop(drain_s)
             work.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await work
     finally:
-        await runner.cleanup()
+        await server.stop(0.0)
         await ledger.stop(FLUSH_S)
         await ownership.leave()
         with contextlib.suppress(ControlError):

@@ -72,7 +72,7 @@ class Answer:
         self._size = 0
         self._waiter: asyncio.Future[None] | None = None
         self.status = 0
-        self.headers: list[tuple[str, str]] = []
+        self.headers: list[tuple[bytes, bytes]] = []  # names in lower case
         self.length: int | None = None
 
     def __enter__(self) -> Self:
@@ -84,8 +84,12 @@ class Answer:
         self.close()
 
     def close(self) -> None:
+        self.fail(CutShort("answer was given up"))
+
+    def fail(self, error: ReplicaError) -> None:
+        """End it with this error, and its connection; nothing happens when it has ended."""
         if self._connection is not None:
-            self._connection.fail(CutShort("answer was given up"))
+            self._connection.fail(error)
 
     async def piece(self) -> bytes:
         """What has come since the last one, at least a byte; nothing at the end. ReplicaError when there is no end."""
@@ -125,7 +129,7 @@ class Answer:
                 raise self._error
             await self._change()
 
-    def begin(self, status: int, headers: list[tuple[str, str]], length: int | None) -> None:
+    def begin(self, status: int, headers: list[tuple[bytes, bytes]], length: int | None) -> None:
         self.status, self.headers, self.length = status, headers, length
         self._wake()
 
@@ -148,6 +152,9 @@ class Answer:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+
+Asked = Callable[[Answer], None]
 
 
 class Connection(asyncio.Protocol):
@@ -197,7 +204,7 @@ class Connection(asyncio.Protocol):
 
     def _expect(self) -> None:
         """A new answer."""
-        self._head: list[tuple[str, str]] = []
+        self._head: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
         self._length: int | None = None
         self._chunked = False
@@ -212,12 +219,16 @@ class Connection(asyncio.Protocol):
     def usable(self) -> bool:
         return self._open and not self._transport.is_closing()
 
-    async def ask(self, head: bytes, body: bytes, deadline: float) -> Answer:
-        """The answer, once its head is there; it must end by `deadline`, of the loop's clock."""
+    async def ask(self, head: bytes, body: bytes, deadline: float, asked: Asked = lambda answer: None) -> Answer:
+        """The answer, once its head is there; it must end by `deadline`, of the loop's clock.
+
+        `asked` gets it before anything is sent, to `fail` it at any time.
+        """
         self._expect()
         answer = self._answer = Answer(self)
         self._timer = self._loop.call_at(deadline, self._expire)
         try:
+            asked(answer)
             if len(body) <= ONE_WRITE:
                 self._transport.write(head + body)
             else:
@@ -369,7 +380,7 @@ class Connection(asyncio.Protocol):
             if self._chunked or value.strip().lower() != b"chunked":
                 raise Malformed("transfer coding is not known")
             self._chunked = True
-        self._head.append((name.decode("latin-1"), value.decode("utf-8", "surrogateescape")))
+        self._head.append((kind, value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()

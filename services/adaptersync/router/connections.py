@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from adaptersync.router.connection import (
     Answer,
+    Asked,
     ConnectFailed,
     Connection,
     ConnectTimedOut,
@@ -87,17 +88,27 @@ class Connections:
         self._closed = False
         self._empty = asyncio.Event()
 
-    async def post(self, url: str, target: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> Answer:
-        """The answer to a POST, once its head is there. Host and length are added to the headers; ReplicaError."""
+    async def post(
+        self,
+        url: str,
+        target: str,
+        headers: Sequence[tuple[bytes, bytes]],
+        body: bytes,
+        asked: Asked = lambda answer: None,
+    ) -> Answer:
+        """The answer to a POST, once its head is there. Host and length are added to the headers; ReplicaError.
+
+        `asked` gets the answer before it is asked for, to `fail` it; twice, where it is asked for again.
+        """
         where = origin(url)
         head = _head(where, target, headers, len(body))
         deadline = self._loop.time() + self._request_timeout_s
         connection = self._idle(url)
         if connection is not None:
             with contextlib.suppress(Unanswered):  # it may have been closed before it was asked
-                return await connection.ask(head, body, deadline)
+                return await connection.ask(head, body, deadline, asked)
         connection = await self._connect(url, where, deadline)
-        return await connection.ask(head, body, deadline)
+        return await connection.ask(head, body, deadline, asked)
 
     async def close(self) -> None:
         """Close the idle ones, and each of the others when its answer has ended; waits until all are closed."""

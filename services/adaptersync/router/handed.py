@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+from msgspec import Struct
+
 from adaptersync.router.spool import PAYLOAD_BYTES, Record, Spool, all_left, own_and_left
 
 BATCH = 256  # entries looked up in one round trip, beside the marks
@@ -22,16 +24,13 @@ NOTHING = "0-0"  # below every entry of a stream
 LEFT_S = 86_400.0  # what a router left behind longer ago is of no use to anybody
 
 
-class Taken:
+class Taken(Struct, gc=False):
     """One row that the stream had as `entry`; `lost` once it was found that it has it no more."""
 
-    __slots__ = ("entry", "lost", "record", "spool")
-
-    def __init__(self, spool: Spool, record: Record, entry: str) -> None:
-        self.spool = spool
-        self.record = record
-        self.entry = entry
-        self.lost = False
+    spool: Spool
+    record: Record
+    entry: str
+    lost: bool = False
 
 
 class Handed:

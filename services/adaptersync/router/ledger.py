@@ -24,7 +24,7 @@ from adaptersync.router.spool import RECORD_BYTES, Record, Spool, own_and_left
 from adaptersync_core.bus import Bell
 from adaptersync_core.errors import ControlError, ControlUnavailable
 from adaptersync_core.pipe import Pipe
-from adaptersync_core.rollouts import OPEN, UNKNOWN, Row, to_fields
+from adaptersync_core.rollouts import FIELD, OPEN, UNKNOWN, Row
 
 BATCH = 256  # rows in one round trip
 GATHER_S = 0.05  # rows that end within this are written together
@@ -36,15 +36,18 @@ DIED = "router died before it ended"
 log = logging.getLogger(__name__)
 
 
-class Waiting(msgspec.Struct):
+# of these there are many, in no circles: the collector of garbage would stop the router to look at them
+
+
+class Waiting(msgspec.Struct, gc=False):
     """A row on its way to Redis; `row` is set where the record does not say it as it shall be written."""
 
     spool: Spool
     record: Record
-    row: dict[str, Any] | None = None
+    row: bytes = b""
 
 
-class Opened(msgspec.Struct):
+class Opened(msgspec.Struct, gc=False):
     """A request on its way: where its row is in the spool, and since when."""
 
     record: Record
@@ -178,7 +181,7 @@ class Ledger:
             rows = [_read(self._spool, each.record) for each in opened]
             rows += [each.row or _read(each.spool, each.record) for each in ended]
             looks = (("XRANGE", self._stream, each.entry, each.entry) for each in asked)
-            writes = (("XADD", self._stream, "*", *to_fields(row)) for row in rows)
+            writes = (("XADD", self._stream, "*", FIELD, row) for row in rows)
             try:
                 replies = await self._pipe.calls([*looks, *writes])
             except ControlError:
@@ -194,7 +197,7 @@ class Ledger:
                 self._waiting.popleft()
                 each.record.done = not isinstance(reply, ControlError)
                 if each.record.done:
-                    taken.append((reply, msgspec.json.encode(row)))
+                    taken.append((reply, row))
             self._waiting.extendleft(each for each in reversed(ended) if not each.record.done)
             self.written += len(taken)
             if not any(isinstance(reply, ControlError) for reply in seen):
@@ -249,13 +252,13 @@ class Ledger:
         """Queue what a router left behind; what it had open is over, and nobody knows how it ended."""
         opened: dict[str, Waiting] = {}
         for record in spool:
-            row = _read(spool, record)
+            row = msgspec.json.decode(_read(spool, record), type=dict[str, Any])
             request_id = row["request_id"]
             before = opened.pop(request_id, None)
             if before is not None:
                 before.record.done = True
             if row["outcome"] == OPEN:
-                died = row | {"outcome": UNKNOWN, "reason": DIED}
+                died = msgspec.json.encode(row | {"outcome": UNKNOWN, "reason": DIED})
                 opened[request_id] = Waiting(spool, record, died)
             else:
                 self._waiting.append(Waiting(spool, record))
@@ -272,6 +275,6 @@ def _encode(row: Row) -> bytes:
     return payload
 
 
-def _read(spool: Spool, record: Record) -> dict[str, Any]:
-    payload = spool.payload(record)  # of one that was handed over, the row follows its entry
-    return msgspec.json.decode(payload[payload.index(b"{") :], type=dict[str, Any])
+def _read(spool: Spool, record: Record) -> bytes:
+    payload = spool.payload(record)
+    return payload[payload.index(b"{") :]  # of one that was handed over, the row follows its entry

@@ -15,138 +15,38 @@ from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
-from aiohttp import ClientConnectionResetError, web
 from msgspec import Raw
 
 from adaptersync.router.admission import Admission
 from adaptersync.router.answers import refusal
 from adaptersync.router.asked import Asked, check
 from adaptersync.router.attempts import Attempt, Attempts
+from adaptersync.router.call import Call
 from adaptersync.router.connection import Answer, ReplicaError, TimedOut, Unsendable
 from adaptersync.router.connections import Connections
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
 from adaptersync.router.ownership import Ownership
-from adaptersync.router.policy import Choice
 from adaptersync.router.resolve import RETRY_S, Target
+from adaptersync.router.server import ClientGone, Pair, Reply, Request
 from adaptersync.router.table import TableView
 from adaptersync.router.tokens import routing_tokens
 from adaptersync.router.upstream import answer_headers, request_headers
-from adaptersync.router.usage import NO_USAGE, TAIL_BYTES, Usage, read_usage
+from adaptersync.router.usage import TAIL_BYTES, read_usage
 from adaptersync_core import headers
 from adaptersync_core.blocks import block_hashes
 from adaptersync_core.config import RouterSection
 from adaptersync_core.errors import Unroutable
-from adaptersync_core.rollouts import LABEL, OPEN, Row
+from adaptersync_core.rollouts import LABEL, OPEN
 
 ATTEMPTS = 3  # replicas asked for one request
 WHOLE_BYTES = 256 << 10  # answers up to this size, where known, are read before the first byte is passed on
 FAILED = frozenset({500, 502, 503, 504})  # statuses another replica may do better than
 CLIENT_GONE = 499
 CHAT = "/v1/chat/completions"
-REASON = 200  # characters of a reason that are kept
 
-
-class _Call:
-    """One request on its way: what its ledger row will say."""
-
-    __slots__ = (
-        "asked",
-        "attempts",
-        "choice",
-        "engine_epoch",
-        "first_byte_s",
-        "gate",
-        "generation",
-        "hold_s",
-        "outcome",
-        "path",
-        "reason",
-        "recorded",
-        "request_id",
-        "response",
-        "route_s",
-        "sent",
-        "started",
-        "started_at",
-        "status",
-        "substituted",
-        "target",
-        "tried",
-        "usage",
-        "voided",
-    )
-
-    def __init__(self, request_id: str, request: web.Request, *, recorded: bool, gate: bool) -> None:
-        self.request_id = request_id
-        self.path = request.path
-        self.recorded = recorded
-        self.gate = gate
-        self.substituted = _printable(request.headers.get(headers.SUBSTITUTED, ""))
-        self.sent = False
-        self.voided = False
-        self.started = time.monotonic()
-        self.started_at = time.time()
-        self.asked = ""
-        self.target: Target | None = None
-        self.choice: Choice | None = None
-        self.engine_epoch = ""
-        self.generation = 0
-        self.attempts = 0
-        self.tried: list[str] = []
-        self.hold_s: float | None = None
-        self.route_s: float | None = None
-        self.first_byte_s: float | None = None
-        self.response: web.StreamResponse | None = None  # once the client has received some of it
-        self.usage: Usage = NO_USAGE
-        self.outcome = "ok"
-        self.status = 0
-        self.reason = ""
-
-    def headers(self) -> dict[str, str]:
-        ours = {headers.REQUEST_ID: self.request_id}
-        if self.target is not None and self.target.model:
-            ours[headers.VERSION] = self.target.model
-        if self.choice is not None:
-            ours[headers.REPLICA] = self.choice.replica
-        if self.voided:
-            ours[headers.VOIDED] = "1"
-        return ours
-
-    def row(self, router: str, outcome: str, total_s: float | None = None) -> Row:
-        """As far as it has come."""
-        target, choice, usage = self.target, self.choice, self.usage
-        return Row(
-            request_id=self.request_id,
-            router=router,
-            path=self.path,
-            asked=self.asked,
-            outcome=outcome,
-            status=self.status,
-            started_at=self.started_at,
-            total_s=total_s,
-            run=target.run if target else "",
-            version=target.model if target else "",
-            digest=target.digest if target else "",
-            replica=choice.replica if choice else "",
-            engine_epoch=self.engine_epoch,
-            routing=choice.outcome if choice else "",
-            owned_blocks=choice.owned if choice else None,
-            attempts=self.attempts,
-            tried=", ".join(self.tried),
-            hold_s=self.hold_s,
-            route_s=self.route_s,
-            first_byte_s=self.first_byte_s,
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cached_tokens=usage.cached_tokens,
-            generation=self.generation,
-            voided=self.voided,
-            gated=self.gate,
-            substituted=self.substituted,
-            reason=self.reason[:REASON],
-        )
+_GATE = headers.GATE.encode()
 
 
 class _Elsewhere(Exception):
@@ -191,17 +91,17 @@ class Proxy:
         self.stopping = False
         self.serving: Counter[str] = Counter()
 
-    async def rollout(self, request: web.Request) -> web.StreamResponse:
+    async def rollout(self, request: Request) -> Reply | None:
         """POST /v1/completions and /v1/chat/completions."""
         return await self._handle(request, generates=True)
 
-    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+    async def tokenize(self, request: Request) -> Reply | None:
         """POST /tokenize: any replica can; leaves no ledger row, since nothing is generated."""
         return await self._handle(request, generates=False)
 
-    async def _handle(self, request: web.Request, *, generates: bool) -> web.StreamResponse:
+    async def _handle(self, request: Request, *, generates: bool) -> Reply | None:
         self._count += 1
-        call = _Call(f"{self._prefix}-{self._count:x}", request, recorded=generates, gate=self._opens_gate(request))
+        call = Call(f"{self._prefix}-{self._count:x}", request, recorded=generates, gate=self._opens_gate(request))
         try:
             return await self._serve(request, call, generates=generates)
         except Unroutable as error:
@@ -210,7 +110,7 @@ class Proxy:
             call.status, call.reason = error.status, str(error)
             self._look_for_void(call)
             return refusal(error, status=error.status, headers=call.headers())
-        except (asyncio.CancelledError, ConnectionError):
+        except (asyncio.CancelledError, ClientGone):
             call.outcome, call.status = "stopped" if self.stopping else "client_gone", CLIENT_GONE
             raise
         except BaseException as error:
@@ -219,8 +119,9 @@ class Proxy:
         finally:
             self._close(call)
 
-    async def _serve(self, request: web.Request, call: _Call, *, generates: bool) -> web.StreamResponse:
-        body, asked = await self._read(request)
+    async def _serve(self, request: Request, call: Call, *, generates: bool) -> Reply | None:
+        body = request.body
+        asked = self._read(body)
         call.asked = (asked.model or "")[:LABEL]
         if generates:
             check(asked, chat=request.path == CHAT, scoring=self._settings.prompt_logprobs)
@@ -253,16 +154,10 @@ class Proxy:
             if self.serving[target.model] <= 0:
                 del self.serving[target.model]
 
-    async def _read(self, request: web.Request) -> tuple[bytes, Asked]:
-        limit = self._settings.body_bytes
+    def _read(self, body: bytes) -> Asked:
         try:
-            if request.content_length is not None and request.content_length > limit:
-                raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length)
-            body = await request.read()
-            return body, self._decoder.decode(body)
-        except web.HTTPRequestEntityTooLarge as error:
-            raise Unroutable("request body is too large", status=413, limit_bytes=limit) from error
-        except (msgspec.DecodeError, web.RequestPayloadError, RecursionError) as error:
+            return self._decoder.decode(body)
+        except (msgspec.DecodeError, RecursionError) as error:
             raise Unroutable(f"request body is not what it should be: {error}", status=400) from error
 
     def _hashes(self, target: Target, asked: Asked) -> list[str]:
@@ -271,10 +166,10 @@ class Proxy:
         return block_hashes(target.model, tokens, size, blocks, by_bytes=by_bytes)
 
     async def _dispatch(
-        self, request: web.Request, call: _Call, target: Target, body: bytes, hashes: Sequence[str]
-    ) -> web.StreamResponse:
+        self, request: Request, call: Call, target: Target, body: bytes, hashes: Sequence[str]
+    ) -> Reply | None:
         """Try replicas until one answers, or nobody is left."""
-        sent = request_headers(request, call.request_id)
+        sent = request_headers(request, call.request_id.encode())
         turn = int(hashes[-1][:7], 16) if hashes else self._count
         tried: set[str] = set()
         failure: _Elsewhere | None = None
@@ -290,7 +185,7 @@ class Proxy:
             choice = call.choice = await self._ownership.choose(target.model, hashes, candidates, turn)
             try:
                 call.route_s = (call.route_s or 0.0) + time.monotonic() - now
-                self._metrics.routed.labels(choice.outcome, choice.replica).inc()
+                self._metrics.count("routed", choice.outcome, choice.replica)
                 last = left == 0 or len(candidates) == 1
                 return await self._send(request, call, target, choice.replica, body, sent, last=last)
             except _Elsewhere as error:
@@ -299,7 +194,7 @@ class Proxy:
                 self._ownership.release(choice)
             tried.add(choice.replica)
             call.tried.append(f"{choice.replica} {failure.kind}")
-            self._metrics.retries.labels(failure.kind).inc()
+            self._metrics.count("retries", failure.kind)
         if failure is None:
             raise Unroutable("no replica is ready for this", status=503, retry_after_s=RETRY_S, version=target.model)
         call.outcome = "upstream_error"
@@ -307,15 +202,15 @@ class Proxy:
 
     async def _send(
         self,
-        request: web.Request,
-        call: _Call,
+        request: Request,
+        call: Call,
         target: Target,
         replica: str,
         body: bytes,
-        sent: Sequence[tuple[bytes, bytes]],
+        sent: Sequence[Pair],
         *,
         last: bool,
-    ) -> web.StreamResponse:
+    ) -> Reply | None:
         """One attempt; _Elsewhere when another replica may do better and the client has received nothing."""
         member = self._view.table.members.get(replica)
         if member is None or member.state != "ready":
@@ -326,33 +221,31 @@ class Proxy:
         sent_at = time.monotonic()
         attempt = self._attempts.at(replica, member.engine_epoch)
         try:
-            async with attempt:
-                with await self._connections.post(member.url, request.path_qs, sent, body) as answer:
+            with attempt:
+                with await self._connections.post(member.url, request.target, sent, body, attempt.asked) as answer:
                     call.first_byte_s = time.monotonic() - sent_at
                     call.status = answer.status
                     self._outages.reached(replica)
                     if answer.status in FAILED and not last:
                         raise _Elsewhere(f"status_{answer.status}", f"replica answered {answer.status}")
                     if answer.status == 200 and (answer.length is None or answer.length > WHOLE_BYTES):
-                        return await self._stream(request, call, attempt, answer)
+                        await self._stream(request, call, attempt, answer)
+                        return None
                     whole = await answer.read(WHOLE_BYTES)
                 if answer.status == 404 and target.run and target.model.encode() in whole:
                     self._outages.missing(replica, target.model, time.monotonic())
-                    self._metrics.missing.labels(replica).inc()
+                    self._metrics.count("missing_version", replica)
                     raise _Elsewhere("missing_version", "replica does not know the version")
                 self._answered(call, whole[-TAIL_BYTES:])
                 self._look_for_void(call)
-                passed = answer_headers(answer, call.headers())
-                return web.Response(status=answer.status, body=whole, headers=passed)
+                return Reply(answer.status, answer_headers(answer, call.headers()), whole)
         except Unsendable as error:
             raise Unroutable(f"request cannot be passed on: {error}", status=400) from error
-        except (ReplicaError, TimeoutError) as error:
-            if call.response is not None:
-                # the client's connection is cut: it must not take what it has for all of it
+        except ReplicaError as error:
+            if request.begun:
+                # not ended, so the client's connection is cut: it must not take what it has for all of it
                 call.outcome, call.reason = "upstream_error", attempt.lost or _said(error)
-                if request.transport is not None:
-                    request.transport.close()
-                return call.response
+                return None
             if attempt.lost:
                 raise _Elsewhere("silent", attempt.lost) from error
             if isinstance(error, TimedOut):
@@ -363,46 +256,36 @@ class Proxy:
             self._outages.unreachable(replica, time.monotonic())
             raise _Elsewhere("unreachable", f"replica cannot be reached: {_said(error)}") from error
 
-    async def _stream(self, request: web.Request, call: _Call, attempt: Attempt, answer: Answer) -> web.StreamResponse:
+    async def _stream(self, request: Request, call: Call, attempt: Attempt, answer: Answer) -> None:
         """Pass chunks on as they come; only the tail is remembered, for the token counts.
 
         A replica that queues a stream has said 200: the client is told nothing before there is something of it.
         """
         chunk = await answer.piece()
         self._look_for_void(call)
-        response = web.StreamResponse(status=answer.status, headers=answer_headers(answer, call.headers()))
-        response.content_length = answer.length
         tail = b""
-        try:
-            attempt.moved()  # the head is on its way: from here on nobody else can be asked
-            call.response = response
-            await response.prepare(request)
-            while chunk:
-                attempt.moved()
-                await response.write(chunk)
-                tail = (tail + chunk)[-TAIL_BYTES:]
-                chunk = await answer.piece()
-            await response.write_eof()
-        except ClientConnectionResetError:  # only writing raises this
-            call.outcome, call.status = "client_gone", CLIENT_GONE
-        else:
-            self._answered(call, tail)
-        return response
+        attempt.moved()  # the head is on its way: from here on nobody else can be asked
+        request.begin(answer.status, answer_headers(answer, call.headers()), answer.length)
+        while chunk:
+            attempt.moved()
+            await request.write(chunk)
+            tail = (tail + chunk)[-TAIL_BYTES:]
+            chunk = await answer.piece()
+        request.end()
+        self._answered(call, tail)
 
-    def _answered(self, call: _Call, tail: bytes) -> None:
+    def _answered(self, call: Call, tail: bytes) -> None:
         if call.status < 400:
             call.usage = read_usage(tail)
         else:
             call.outcome = "refused" if call.status < 500 else "upstream_error"
             call.reason = tail[:200].decode(errors="replace")
 
-    def _opens_gate(self, request: web.Request) -> bool:
-        shown, wanted = request.headers.get(headers.GATE), self._settings.gate_token
-        if not shown or not wanted:
-            return False
-        return hmac.compare_digest(shown.encode(errors="surrogateescape"), wanted.encode())
+    def _opens_gate(self, request: Request) -> bool:
+        shown, wanted = request.header(_GATE), self._settings.gate_token
+        return bool(shown and wanted) and hmac.compare_digest(shown, wanted.encode())
 
-    def _record(self, call: _Call) -> None:
+    def _record(self, call: Call) -> None:
         """Open the row, or have it name another replica; whether the ledger has room decides if we serve."""
         call.sent = True
         if self._ledger.open(call.row(self._name, OPEN)) or self._settings.when_spool_full == "serve":
@@ -416,23 +299,25 @@ class Proxy:
             router=self._name,
         )
 
-    def _look_for_void(self, call: _Call) -> None:
+    def _look_for_void(self, call: Call) -> None:
         """Has the version been found bad while this ran?"""
         call.voided = call.voided or (call.target is not None and self._view.table.voided(call.target.model))
 
-    def _close(self, call: _Call) -> None:
+    def _close(self, call: Call) -> None:
         total_s = time.monotonic() - call.started
         metrics, usage = self._metrics, call.usage
-        metrics.requests.labels(call.outcome, str(call.status)).inc()
-        metrics.total_s.observe(total_s)
+        metrics.count("requests", call.outcome, str(call.status))
+        metrics.observe("total_seconds", total_s)
         if call.hold_s is not None:
-            metrics.hold_s.observe(call.hold_s)
+            metrics.observe("hold_seconds", call.hold_s)
         if call.route_s is not None:
-            metrics.route_s.observe(call.route_s)
+            metrics.observe("route_seconds", call.route_s)
         if call.first_byte_s is not None:
-            metrics.first_byte_s.observe(call.first_byte_s)
-        metrics.prompt_tokens.inc(usage.prompt_tokens or 0)
-        metrics.cached_tokens.inc(usage.cached_tokens or 0)
+            metrics.observe("first_byte_seconds", call.first_byte_s)
+        if usage.prompt_tokens:
+            metrics.count("prompt_tokens", by=usage.prompt_tokens)
+        if usage.cached_tokens:
+            metrics.count("cached_tokens", by=usage.cached_tokens)
         if call.recorded:
             self._look_for_void(call)
             self._ledger.close(call.row(self._name, call.outcome, total_s), sent=call.sent)
@@ -443,11 +328,6 @@ def _rename(body: bytes, model: str) -> bytes:
     fields = msgspec.json.decode(body, type=dict[str, Raw])
     fields["model"] = Raw(msgspec.json.encode(model))
     return msgspec.json.encode(fields)
-
-
-def _printable(label: str) -> str:
-    """What may stand in a row, whatever bytes a header held."""
-    return label[:LABEL].encode(errors="replace").decode()
 
 
 def _said(error: BaseException) -> str:

@@ -26,6 +26,8 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+from msgspec import Struct
+
 from adaptersync_core.errors import StoreError
 
 SUFFIX = ".spool"
@@ -46,16 +48,13 @@ _ALIGN = 8
 log = logging.getLogger(__name__)
 
 
-class Record:
+class Record(Struct, gc=False):
     """A place in the ring. `done`: nobody wants it any more; `kept`: wanted still, and may be moved to the front."""
 
-    __slots__ = ("done", "kept", "length", "position")
-
-    def __init__(self, position: int, length: int) -> None:
-        self.position = position
-        self.length = length
-        self.done = False
-        self.kept = False
+    position: int
+    length: int
+    done: bool = False
+    kept: bool = False
 
 
 class Spool:

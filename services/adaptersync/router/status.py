@@ -1,12 +1,13 @@
-"""What the router says about itself and the fleet: /health, /v1/models, /metrics, and what it will not do."""
+"""What the router says about itself and the fleet: /health, /v1/models, /metrics."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
 import orjson
-from aiohttp import ClientError, ClientSession, ClientTimeout, web
+from aiohttp import ClientError, ClientSession, ClientTimeout
 
 from adaptersync.router.admission import Admission
 from adaptersync.router.answers import json_answer, refusal
@@ -15,30 +16,15 @@ from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
 from adaptersync.router.ownership import Ownership
 from adaptersync.router.resolve import RETRY_S
+from adaptersync.router.server import Reply, Request, Server
 from adaptersync.router.table import TableView
 from adaptersync.router.upstream import read_whole
+from adaptersync.router.workers import PUT_S, Shares
 from adaptersync_core.errors import Unroutable
 from adaptersync_core.table import Table
 
 MODELS_TIMEOUT_S = 5.0
 MODELS_LIMIT = 1 << 20  # bytes of a replica's list of models
-
-# calls that change engines: a router would reach one replica of many
-ENGINE_CALLS = (
-    "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter",
-    "/pause",
-    "/resume",
-    "/sleep",
-    "/wake_up",
-    "/reset_prefix_cache",
-    "/collective_rpc",
-    "/init_weight_transfer_engine",
-    "/start_weight_update",
-    "/update_weights",
-    "/adapters",
-    "/adapters/{name:.*}",
-)
 
 
 class Status:
@@ -55,6 +41,9 @@ class Status:
         outages: Outages,
         ledger: Ledger,
         metrics: Metrics,
+        server: Server,
+        shares: Shares,
+        worker: int,
     ) -> None:
         self._name = name
         self._base_model = base_model
@@ -66,9 +55,12 @@ class Status:
         self._outages = outages
         self._ledger = ledger
         self._metrics = metrics
+        self._shares = shares
+        self._worker = worker
+        self._server = server
         self._model_len: dict[str, int] = {}  # by engine epoch: what the replicas of the present table say
 
-    async def health(self, request: web.Request) -> web.Response:
+    async def health(self, request: Request) -> Reply:
         """200 while no fewer than `min_ready` replicas can be sent to, else 503; the body says why for each."""
         view, table, now = self._view, self._view.table, time.monotonic()
         try:
@@ -117,7 +109,7 @@ class Status:
         }
         return json_answer(body, status=503 if reason else 200)
 
-    async def models(self, request: web.Request) -> web.Response:
+    async def models(self, request: Request) -> Reply:
         """The base model first, then what may be asked for now."""
         try:
             table = self._view.serving()
@@ -133,21 +125,34 @@ class Status:
                 cards.append(self._card(name, model_len, created=0, root=run.current))
         return json_answer({"object": "list", "data": cards})
 
-    async def metrics(self, request: web.Request) -> web.Response:
-        view, metrics = self._view, self._metrics
+    async def metrics(self, request: Request) -> Reply:
+        """Of all workers; of the others as of a moment ago."""
+        self._measure()
+        text = self._metrics.text(self._shares.others(self._worker))
+        return Reply(200, ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),), text)
+
+    async def share(self) -> None:
+        """Leave this worker's figures for the others; runs until cancelled."""
+        while True:
+            self._measure()
+            self._shares.put(self._worker, self._metrics.encode())
+            await asyncio.sleep(PUT_S)
+
+    def _measure(self) -> None:
+        view, metrics, ledger = self._view, self._metrics, self._ledger
         metrics.keep_replicas(view.table.members)
         for name in view.table.members:
-            metrics.inflight.labels(name).set(self._ownership.inflight[name])
-        metrics.held.set(self._admission.held)
-        metrics.generation.set(view.table.generation)
-        metrics.table_age_s.set(view.age_s())
-        metrics.ledger_waiting.set(self._ledger.waiting)
-        metrics.ledger_written.set(self._ledger.written)
-        metrics.ledger_lost.set(self._ledger.lost)
-        metrics.ledger_untold.set(self._ledger.untold)
-        metrics.ledger_spool.set(self._ledger.spool_used)
-        metrics.cache_reachable.set(self._ownership.reachable)
-        return web.Response(body=metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+            metrics.gauge("inflight", self._ownership.inflight[name], name)
+        metrics.gauge("held", self._admission.held)
+        metrics.gauge("connections", len(self._server.connections))
+        metrics.gauge("table_generation", view.table.generation)
+        metrics.gauge("table_age_seconds", view.age_s())
+        metrics.gauge("ledger_waiting", ledger.waiting)
+        metrics.gauge("ledger_written", ledger.written)
+        metrics.gauge("ledger_lost", ledger.lost)
+        metrics.gauge("ledger_untold", ledger.untold)
+        metrics.gauge("ledger_spool_bytes", ledger.spool_used)
+        metrics.gauge("cache_reachable", self._ownership.reachable)
 
     def _card(self, name: str, model_len: int, *, created: int, root: str = "") -> dict[str, Any]:
         return {
@@ -178,36 +183,3 @@ class Status:
             self._model_len = {member.engine_epoch: model_len}
             return model_len
         raise Unroutable("no ready replica says how long a prompt may be", status=503, retry_after_s=RETRY_S)
-
-
-async def refuse_engine_call(request: web.Request) -> web.Response:
-    error = Unroutable(
-        "router does not change engines: a call would reach one replica of many",
-        status=501,
-        next_step="run `adaptersync relay` on the trainer's host and give it as vllm_server_base_url",
-        path=request.path,
-    )
-    return refusal(error, status=501)
-
-
-async def refuse_path(request: web.Request) -> web.Response:
-    """404, or 405 where only the method is wrong."""
-    served = {
-        route.resource.canonical: route.method
-        for route in request.app.router.routes()
-        if route.resource is not None and route.method not in ("*", "HEAD")
-    }
-    method = served.get(request.path)
-    if method is not None:
-        error = Unroutable(
-            "wrong method", status=405, next_step=f"use {method}", path=request.path, method=request.method
-        )
-        return refusal(error, status=405, headers={"Allow": method})
-    error = Unroutable(
-        "no such path here",
-        status=404,
-        next_step=f"use one of {' '.join(sorted(served))}",
-        path=request.path[:96],
-        method=request.method,
-    )
-    return refusal(error, status=404)

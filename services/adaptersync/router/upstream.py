@@ -2,54 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
-from aiohttp import ClientPayloadError, ClientResponse, web
+from aiohttp import ClientPayloadError, ClientResponse
 
 from adaptersync.router.connection import Answer
-from adaptersync_core.headers import GATE, SUBSTITUTED
+from adaptersync.router.server import Pair, Request
+from adaptersync_core.headers import GATE, REPLICA, REQUEST_ID, SUBSTITUTED, VERSION, VOIDED
 
 # headers that belong to one connection
 _HOP = (
-    "connection",
-    "keep-alive",
-    "proxy-authenticate",
-    "proxy-authorization",
-    "proxy-connection",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
+    b"connection",
+    b"keep-alive",
+    b"proxy-authenticate",
+    b"proxy-authorization",
+    b"proxy-connection",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
 )
-# written anew with each request and answer; a compressed body has been unpacked when we have it
-_NOT_SENT = (*_HOP, "host", "content-length", "content-encoding", "expect", GATE, SUBSTITUTED)
-_NOT_ANSWERED = frozenset((*_HOP, "content-length"))
-_NOT_SENT_RAW = frozenset(name.encode() for name in _NOT_SENT)
+# written anew with each request and answer
+_NOT_SENT = frozenset((*_HOP, b"host", b"content-length", b"expect", GATE.encode(), SUBSTITUTED.encode()))
+_NOT_ANSWERED = frozenset(
+    (*_HOP, b"content-length", *(name.encode() for name in (REQUEST_ID, VERSION, REPLICA, VOIDED)))
+)
 
 
-def request_headers(request: web.Request, request_id: str) -> list[tuple[bytes, bytes]]:
+def request_headers(request: Request, request_id: bytes) -> list[Pair]:
     """What a replica is sent of a client's headers; its own request id, if it has one, stays."""
-    sent = []
-    named = False
-    for name, value in request.raw_headers:
-        lower = name.lower()
-        if lower not in _NOT_SENT_RAW:
-            sent.append((name, value))
-            named = named or lower == b"x-request-id"
-    if not named:
-        sent.append((b"x-request-id", request_id.encode()))
+    sent = [pair for pair in request.headers if pair[0] not in _NOT_SENT]
+    if not request.header(b"x-request-id"):
+        sent.append((b"x-request-id", request_id))
     return sent
 
 
-def answer_headers(answer: Answer, ours: Mapping[str, str]) -> list[tuple[str, str]]:
-    """What a client is sent of a replica's headers, with ours, in lower case, in place of any of the same name."""
-    sent = [
-        (name, value)
-        for name, value in answer.headers
-        if (lower := name.lower()) not in _NOT_ANSWERED and lower not in ours
-    ]
-    sent += ours.items()
-    return sent
+def answer_headers(answer: Answer, ours: Sequence[Pair]) -> list[Pair]:
+    """What a client is sent of a replica's headers, with ours in place of any of the same name."""
+    return [*(pair for pair in answer.headers if pair[0] not in _NOT_ANSWERED), *ours]
 
 
 async def read_whole(answer: ClientResponse, limit: int) -> bytes:

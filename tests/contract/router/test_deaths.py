@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
-from adaptersync_core.rollouts import UNKNOWN, Row, join
+from adaptersync_core.rollouts import UNKNOWN, Row
 from support.router_fleet import V1, Fleet, Servers, free_port, router_process
 from support.wait import wait_until
 
@@ -79,7 +79,7 @@ async def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 async def _rows(fleet: Fleet) -> dict[str, Row]:
-    return {row.request_id: row for row in join(await fleet.entries())}
+    return {row.request_id: row for row in await fleet.joined()}
 
 
 async def _covered(fleet: Fleet) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from adaptersync.router import ledger
 from adaptersync_core.registry import Registry
-from adaptersync_core.rollouts import OPEN, UNKNOWN, join, read_rollouts
+from adaptersync_core.rollouts import OPEN, UNKNOWN, read_rollouts
 from support.proxy import Fault, FaultProxy
 from support.router_fleet import V1, V2, Fleet, Servers
 from support.wait import wait_until
@@ -151,7 +151,7 @@ async def test_a_lost_reply_leaves_a_row_twice_and_it_is_read_once(fleet: Fleet)
     entries = await fleet.entries()
     assert len(entries) > 3
     asked = [answer.headers["x-adaptersync-request-id"] for answer in answers]
-    assert [row.request_id for row in join(entries)] == asked
+    assert [row.request_id for row in await fleet.joined()] == asked
 
 
 # the spool
@@ -190,7 +190,7 @@ async def test_when_the_spool_is_full_nothing_more_is_sent_on(own_fleet: Fleet, 
         await asyncio.to_thread(servers.control.start)
         await wait_until(lambda: _healthy(fleet), timeout_s=15.0)
         assert (await fleet.complete(V1)).status == 200
-    rows = join(await fleet.entries())
+    rows = await fleet.joined()
     assert len([row for row in rows if row.outcome == "ok"]) == len(served) + 1
     assert {row.outcome for row in rows} <= {"ok", "refused"}
 
@@ -208,7 +208,7 @@ async def test_serving_may_be_preferred_and_then_the_loss_is_counted(own_fleet: 
         assert f"adaptersync_router_ledger_lost {lost}.0".encode() in (await fleet.get("/metrics")).body
         await asyncio.to_thread(servers.control.start)
         await wait_until(lambda: _waiting(fleet, 0), timeout_s=15.0)
-    assert len(join(await fleet.entries())) == 40 - lost
+    assert len(await fleet.joined()) == 40 - lost
 
 
 async def test_requests_in_flight_at_the_bound_keep_room_for_their_end(own_fleet: Fleet, servers: Servers) -> None:
@@ -227,7 +227,7 @@ async def test_requests_in_flight_at_the_bound_keep_room_for_their_end(own_fleet
         await asyncio.to_thread(servers.control.start)
         await wait_until(lambda: _waiting(fleet, 0), timeout_s=15.0)
     served = {answer.headers["x-adaptersync-request-id"] for answer in answers if answer.status == 200}
-    assert served == {row.request_id for row in join(await fleet.entries()) if row.outcome == "ok"}
+    assert served == {row.request_id for row in await fleet.joined() if row.outcome == "ok"}
 
 
 # voided versions

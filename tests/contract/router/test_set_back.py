@@ -6,7 +6,6 @@ import asyncio
 import shutil
 from pathlib import Path
 
-from adaptersync_core.rollouts import join
 from support.router_fleet import V1, Fleet, Servers, free_port, router_process
 from support.wait import wait_until
 
@@ -19,7 +18,7 @@ async def served(fleet: Fleet, count: int) -> set[str]:
 
 async def recorded(fleet: Fleet, ids: set[str]) -> None:
     async def all_are() -> bool:
-        return ids <= {row.request_id for row in join(await fleet.entries()) if row.outcome == "ok"}
+        return ids <= {row.request_id for row in await fleet.joined() if row.outcome == "ok"}
 
     await wait_until(all_are, timeout_s=20.0, what=f"rows of {len(ids)} requests")
 

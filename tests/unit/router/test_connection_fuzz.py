@@ -56,7 +56,7 @@ class Outcome:
 
     def __init__(self) -> None:
         self.status = 0
-        self.headers: list[tuple[str, str]] = []
+        self.headers: list[tuple[bytes, bytes]] = []
         self.body = b""
         self.error: type[BaseException] | None = None
         self.heard: bytes | None = None

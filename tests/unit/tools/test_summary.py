@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -13,7 +14,7 @@ from adaptersync_tools import summary
 
 RISING = [{"step": n, "reward": 0.5 + n / 50 + (n % 3) / 100, "ratio": 1.0 + (n % 2) / 500} for n in range(20)]
 V1 = "a-v1-0123456789ab"
-ROW = {"request_id": "r1", "router": "g1", "path": "/v1/completions", "asked": "a", "started_at": "1.0",
+ROW = {"request_id": "r1", "router": "g1", "path": "/v1/completions", "asked": "a", "started_at": 1.0,
        "outcome": "ok", "version": V1, "replica": "replica-0", "routing": "cold"}  # fmt: skip
 REFUSED = {**ROW, "request_id": "r2", "outcome": "refused"}
 OPENED = {**ROW, "request_id": "r3", "outcome": OPEN}
@@ -23,8 +24,8 @@ CACHE = summary.PrefixCache(
 )
 
 
-def rows(*entries: dict[str, str], voided: Collection[str] = ()) -> list[Row]:
-    return join(entries, voided=voided)
+def rows(*entries: dict[str, object], voided: Collection[str] = ()) -> list[Row]:
+    return join([msgspec.convert(entry, Row) for entry in entries], voided=voided)
 
 
 def objections(**changes: Any) -> list[str]:

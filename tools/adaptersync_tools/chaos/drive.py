@@ -18,6 +18,7 @@ from adaptersync_core.keys import Keys
 from adaptersync_core.records import Request
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
+from adaptersync_core.rollouts import decode
 from adaptersync_core.store import ArtifactStore, verify_files
 from adaptersync_tools.chaos.calm import Calm
 from adaptersync_tools.chaos.history import History, Rollout, Violation
@@ -295,9 +296,13 @@ class _Drive:
             while page := await self._client.read_stream(self._keys.rollouts, after, count=PAGE):
                 after = page[-1][0]
                 for _, fields in page:
-                    rows[fields["request_id"]] = fields.get("version", "")
-                    if fields.get("run") and fields.get("digest"):
-                        for what in self._names.add("the ledger", fields["version"], fields["digest"]):
+                    row = decode(fields)
+                    if row is None:
+                        self._broken("ledger", f"an entry cannot be read: {str(fields)[:96]}")
+                        continue
+                    rows[row.request_id] = row.version
+                    if row.run and row.digest:
+                        for what in self._names.add("the ledger", row.version, row.digest):
                             self._broken("identity", what)
             if not self._answered.keys() - rows.keys() or time.monotonic() > deadline:
                 return rows

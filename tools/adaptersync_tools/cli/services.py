@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import click
@@ -48,7 +47,8 @@ def coordinator(config_path: Path | None, name: str | None) -> None:
 @click.option("--name", help="This router's name; any number may run.")
 @click.option("--host", help="Address to listen on.")
 @click.option("--port", type=int, help="Port to listen on.")
-def router(config_path: Path | None, name: str | None, host: str | None, port: int | None) -> None:
+@click.option("--workers", type=int, help="Processes that share the port.")
+def router(config_path: Path | None, name: str | None, host: str | None, port: int | None, workers: int | None) -> None:
     """Run a router: OpenAI's API in front of all replicas.
 
     \b
@@ -57,9 +57,9 @@ def router(config_path: Path | None, name: str | None, host: str | None, port: i
     """
     from adaptersync.router.app import run_router
 
-    config = settings(config_path, router__name=name, router__host=host, router__port=port)
+    config = settings(config_path, router__name=name, router__host=host, router__port=port, router__workers=workers)
     configure_logging("router", config.router.name)
-    asyncio.run(run_router(config))
+    run_router(config)
 
 
 @click.command()

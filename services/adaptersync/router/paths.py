@@ -1,0 +1,72 @@
+"""Which path is whose, and what the router says to paths that are nobody's."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from adaptersync.router.answers import refusal
+from adaptersync.router.server import Refused, Reply, Request
+from adaptersync_core.errors import Unroutable
+
+# calls that change engines: a router would reach one replica of many
+ENGINE_CALLS = frozenset(
+    (
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/pause",
+        "/resume",
+        "/sleep",
+        "/wake_up",
+        "/reset_prefix_cache",
+        "/collective_rpc",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/adapters",
+    )
+)
+
+Handler = Callable[[Request], Awaitable[Reply | None]]
+
+
+class Paths:
+    """The service behind the server: `served` are handlers by method, by path."""
+
+    def __init__(self, served: Mapping[str, Mapping[str, Handler]]) -> None:
+        self._served = served
+
+    async def handle(self, request: Request) -> Reply | None:
+        methods = self._served.get(request.path)
+        if methods is not None:
+            handler = methods.get("GET" if request.method == "HEAD" else request.method)
+            if handler is not None:
+                return await handler(request)
+            return self._wrong_method(request, methods)
+        if request.path in ENGINE_CALLS or request.path.startswith("/adapters/"):
+            error = Unroutable(
+                "router does not change engines: a call would reach one replica of many",
+                status=501,
+                next_step="run `adaptersync relay` on the trainer's host and give it as vllm_server_base_url",
+                path=request.path[:96],
+            )
+            return refusal(error, status=501)
+        error = Unroutable(
+            "no such path here",
+            status=404,
+            next_step=f"use one of {' '.join(sorted(self._served))}",
+            path=request.path[:96],
+            method=request.method,
+        )
+        return refusal(error, status=404)
+
+    def refuse(self, error: Refused) -> Reply:
+        if error.status >= 500:
+            return refusal(Unroutable(error.reason, status=error.status, retry_after_s=1.0), status=error.status)
+        return refusal(Unroutable(error.reason, status=error.status), status=error.status)
+
+    def _wrong_method(self, request: Request, methods: Mapping[str, Handler]) -> Reply:
+        allowed = ", ".join(sorted(methods))
+        error = Unroutable(
+            "wrong method", status=405, next_step=f"use {allowed}", path=request.path[:96], method=request.method
+        )
+        return refusal(error, status=405, headers=[(b"allow", allowed.encode())])

@@ -1,0 +1,478 @@
+"""The router's HTTP/1.1 server: a request is handled once all of it is here, and one at a time on each connection.
+
+`httptools` parses; what it does not bound is bounded here. Until a request is whole it costs a connection and its
+bytes, so slow clients hold nobody up. When a client goes, what was asked for it is cancelled. Knows no paths.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Protocol
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from msgspec import Struct
+
+HEADERS = 128  # of a request
+AHEAD = 8  # requests that a client may send before the first is answered; then it is not read
+ARRIVE_S = 30.0  # from the first byte of a request to its last
+IDLE_S = 75.0  # between two requests of a connection
+STALL_S = 60.0  # in which a client takes nothing of its answer
+LINGER_S = 2.0  # after a refusal what still comes is read away: an answer must not be lost to a reset
+SWEEP_S = 1.0  # between two looks at the four above
+
+Pair = tuple[bytes, bytes]
+log = logging.getLogger(__name__)
+
+_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """Bytes of one head and of one body, of all bodies that are on their way, and how many connections may be open."""
+
+    head_bytes: int
+    body_bytes: int
+    arriving_bytes: int
+    connections: int
+
+
+class Reply(Struct, frozen=True):
+    """A whole answer. Its length is added to the headers, which are in lower case."""
+
+    status: int
+    headers: Sequence[Pair] = ()
+    body: bytes = b""
+
+
+class ClientGone(ConnectionError):
+    """Nobody is there to take the answer."""
+
+
+class Refused(Exception):
+    """A request that is not to be served, before anybody has seen it."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+
+
+class Service(Protocol):
+    """What is served. `handle` returns the whole answer, or None when it has given it with `begin` and `write`."""
+
+    async def handle(self, request: Request) -> Reply | None: ...
+
+    def refuse(self, error: Refused) -> Reply:
+        """The answer to what is no request, or too much of one."""
+
+
+class Request:
+    """A whole request; names of headers are in lower case. It answers, too: `begin`, any number of `write`, `end`."""
+
+    __slots__ = ("_chunked", "_connection", "_old", "_state", "body", "headers", "keeps", "method", "path", "target")
+
+    def __init__(
+        self,
+        connection: _Connection,
+        *,
+        method: str = "",
+        target: str = "",
+        headers: Sequence[Pair] = (),
+        body: bytes = b"",
+        keeps: bool = False,
+        old: bool = False,
+    ) -> None:
+        """`old`: the client speaks HTTP/1.0. `keeps`: it goes on with this connection."""
+        self._connection = connection
+        self._old = old
+        self._state = "new"
+        self._chunked = False
+        self.method = method
+        self.target = target
+        self.path = target.partition("?")[0]
+        self.headers = headers
+        self.body = body
+        self.keeps = keeps
+
+    def header(self, name: bytes) -> bytes:
+        """Its value, or nothing."""
+        for each, value in self.headers:
+            if each == name:
+                return value
+        return b""
+
+    @property
+    def begun(self) -> bool:
+        return self._state != "new"
+
+    @property
+    def ended(self) -> bool:
+        return self._state == "ended"
+
+    def begin(self, status: int, headers: Sequence[Pair], length: int | None) -> None:
+        """Send the head of an answer; without a `length` the client learns of its end as HTTP has it."""
+        more: list[Pair] = []
+        if length is not None:
+            more.append((b"content-length", b"%d" % length))
+        elif not self._old:
+            self._chunked = True
+            more.append((b"transfer-encoding", b"chunked"))
+        else:
+            self.keeps = False
+        self._state = "begun"
+        self._connection.send(self._head(status, (*headers, *more)))
+
+    async def write(self, piece: bytes) -> None:
+        """Send some of the body, at least a byte; returns when there is room for more. ClientGone."""
+        self._connection.send(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
+        await self._connection.room()
+
+    def end(self) -> None:
+        """The answer is whole."""
+        if self._chunked:
+            self._connection.send(b"0\r\n\r\n")
+        self._state = "ended"
+
+    def answer(self, reply: Reply) -> None:
+        """All of it at once."""
+        head = self._head(reply.status, (*reply.headers, (b"content-length", b"%d" % len(reply.body))))
+        self._state = "ended"
+        self._connection.send(head if self.method == "HEAD" else head + reply.body)
+
+    def _head(self, status: int, headers: Sequence[Pair]) -> bytes:
+        lines = [_LINES.get(status) or b"HTTP/1.1 %d Unknown\r\n" % status]
+        for name, value in headers:
+            lines += (name, b": ", value, b"\r\n")
+        if self._connection.stopping:
+            self.keeps = False
+        if not self.keeps:
+            lines.append(b"connection: close\r\n")
+        elif self._old:
+            lines.append(b"connection: keep-alive\r\n")
+        lines.append(b"\r\n")
+        return b"".join(lines)
+
+
+class Server:
+    """Listens where `listen` says; `stop` lets what is being handled end."""
+
+    service: Service
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.arriving = 0  # bytes of requests that are not whole
+        self.connections: set[_Connection] = set()
+        self.stopping = False
+        self.loop = asyncio.get_running_loop()
+        self._listener: asyncio.Server | None = None
+        self._sweeping: asyncio.TimerHandle | None = None
+
+    async def listen(self, service: Service, host: str, port: int) -> tuple[str, int]:
+        """The address. Several processes may share one."""
+        self.service = service
+        self._listener = await self.loop.create_server(
+            lambda: _Connection(self), host, port, reuse_port=True, backlog=2048
+        )
+        self._sweep()
+        address: tuple[str, int] = self._listener.sockets[0].getsockname()[:2]
+        return address
+
+    async def stop(self, drain_s: float) -> None:
+        """Take nothing more; wait up to `drain_s` for what is being handled, then cancel it."""
+        self.stopping = True
+        if self._listener is not None:
+            self._listener.close()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        for connection in [*self.connections]:
+            connection.stop()
+        tasks = [connection.task for connection in self.connections if connection.task is not None]
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=drain_s)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+        for connection in [*self.connections]:
+            connection.close()
+            await connection.closed
+
+    def _sweep(self) -> None:
+        now = self.loop.time()
+        for connection in [*self.connections]:
+            connection.look(now)
+        self._sweeping = self.loop.call_later(SWEEP_S, self._sweep)
+
+
+class _Connection(asyncio.Protocol):
+    """One client. A request is read while the one before is handled, but handled only after it."""
+
+    __slots__ = (
+        "_body",
+        "_broken",
+        "_headers",
+        "_held",
+        "_length",
+        "_parser",
+        "_quiet",
+        "_room",
+        "_server",
+        "_since",
+        "_size",
+        "_stage",
+        "_stalled_since",
+        "_target",
+        "_transport",
+        "_waiting",
+        "closed",
+        "task",
+    )
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._parser = HttpRequestParser(self)
+        self._transport: asyncio.Transport
+        self._waiting: deque[Request] = deque()  # whole, and not yet handled
+        self._room: asyncio.Future[None] | None = None  # waits for room to write in
+        self._stalled_since = 0.0
+        self._held = False  # is not read for the moment
+        self._broken: Refused | None = None  # nothing more is read, ever
+        self._since = 0.0  # when the first byte of a request came, or the connection became idle
+        self._quiet = 0  # bytes since a request last got on
+        self.task: asyncio.Task[None] | None = None  # handles a request
+        self.closed = server.loop.create_future()
+        self._clear()
+
+    def _clear(self) -> None:
+        """Nothing of a request is here."""
+        self._stage = "between"  # then "head", and "body"
+        self._target = b""
+        self._headers: list[Pair] = []
+        self._length = 0  # of the head, so far
+        self._body: list[bytes] = []
+        self._size = 0
+
+    # for the request
+
+    @property
+    def stopping(self) -> bool:
+        return self._server.stopping
+
+    def send(self, data: bytes) -> None:
+        if self._transport.is_closing():
+            raise ClientGone("client is gone")
+        self._transport.write(data)
+
+    async def room(self) -> None:
+        while self._room is not None:
+            await self._room
+        if self._transport.is_closing():
+            raise ClientGone("client is gone")
+
+    # for the server
+
+    def look(self, now: float) -> None:
+        """Give up what takes too long."""
+        if self._room is not None:
+            if now - self._stalled_since > STALL_S:
+                self.close()
+        elif self._broken is not None:
+            if self.task is None and now - self._since > LINGER_S:
+                self.close()
+        elif self.task is None:
+            between = self._stage == "between"
+            if between and now - self._since > IDLE_S:
+                self.close()
+            elif not between and now - self._since > ARRIVE_S:
+                self._refuse(Refused(408, "request did not arrive in time"))
+
+    def stop(self) -> None:
+        """Close, or do so after what is being handled."""
+        if self.task is None:
+            self.close()
+        else:
+            self._waiting.clear()
+
+    def close(self) -> None:
+        self._transport.abort()
+
+    # what the transport tells
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        self._since = self._server.loop.time()
+        self._server.connections.add(self)
+        if len(self._server.connections) > self._server.limits.connections:
+            self._refuse(Refused(503, "no more connections can be open"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._server.connections.discard(self)
+        self.closed.set_result(None)
+        self._server.arriving -= self._size
+        self._size = 0
+        self._waiting.clear()
+        self.resume_writing()
+        if self.task is not None:
+            self.task.cancel()
+        del self._parser  # which knows us
+
+    def pause_writing(self) -> None:
+        self._stalled_since = self._server.loop.time()
+        self._room = self._server.loop.create_future()
+
+    def resume_writing(self) -> None:
+        room, self._room = self._room, None
+        if room is not None and not room.done():
+            room.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        if self._broken is not None:
+            return
+        if self._stage == "between" and self.task is None:
+            self._since = self._server.loop.time()
+        self._quiet += len(data)
+        try:
+            self._parser.feed_data(data)
+            if self._quiet > self._server.limits.head_bytes:
+                raise Refused(431, "request does not get on")
+        except Refused as error:
+            self._refuse(error)
+        except (HttpParserError, HttpParserUpgrade) as error:
+            cause = error.__context__
+            self._refuse(cause if isinstance(cause, Refused) else Refused(400, f"request is not HTTP: {error}"))
+
+    # what the parser tells
+
+    def on_message_begin(self) -> None:
+        self._stage = "head"
+
+    def on_url(self, url: bytes) -> None:
+        self._quiet = 0
+        self._target += url
+        self._grow(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._stage != "head":
+            return  # a trailer
+        self._quiet = 0
+        self._grow(len(name) + len(value) + 4)
+        self._headers.append((name.lower(), value))
+        if len(self._headers) > HEADERS:
+            raise Refused(431, f"request has more than {HEADERS} headers")
+
+    def _grow(self, more: int) -> None:
+        self._length += more
+        if self._length > self._server.limits.head_bytes:
+            raise Refused(431, f"request's head is larger than {self._server.limits.head_bytes} bytes")
+
+    def on_headers_complete(self) -> None:
+        self._stage = "body"
+        self._quiet = 0
+        length, coded, expects = 0, False, False
+        for name, value in self._headers:
+            if name == b"content-length":
+                length = int(value)
+            elif name == b"transfer-encoding":
+                coded = True
+            elif name == b"expect":
+                expects = value.lower() == b"100-continue"
+            elif name == b"content-encoding" and value.lower() != b"identity":
+                raise Refused(415, "request body is compressed")
+        if self._parser.should_upgrade():
+            raise Refused(400, "no other protocol is spoken here")
+        self._room_for(length)
+        if expects and (length or coded) and self.task is None:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_chunk_header(self) -> None:
+        self._quiet = 0
+
+    def on_body(self, piece: bytes) -> None:
+        self._quiet = 0
+        self._room_for(self._size + len(piece))
+        self._body.append(piece)
+        self._size += len(piece)
+        self._server.arriving += len(piece)
+
+    def _room_for(self, size: int) -> None:
+        limits = self._server.limits
+        if size > limits.body_bytes:
+            raise Refused(413, f"request body is larger than {limits.body_bytes} bytes")
+        if self._server.arriving - self._size + size > limits.arriving_bytes:
+            raise Refused(503, "too much is being received")
+
+    def on_message_complete(self) -> None:
+        parser = self._parser
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        request = Request(
+            self,
+            method=parser.get_method().decode(),
+            target=self._target.decode("latin-1"),
+            headers=self._headers,
+            body=body,
+            keeps=parser.should_keep_alive(),
+            old=parser.get_http_version() == "1.0",
+        )
+        self._server.arriving -= self._size
+        self._clear()
+        self._waiting.append(request)
+        if self.task is None:
+            self._next()
+        elif len(self._waiting) >= AHEAD and not self._held:
+            self._held = True
+            self._transport.pause_reading()
+
+    # handling
+
+    def _next(self) -> None:
+        request = self._waiting.popleft()
+        self.task = self._server.loop.create_task(self._handle(request))
+
+    async def _handle(self, request: Request) -> None:
+        try:
+            reply = await self._server.service.handle(request)
+            if reply is not None:
+                request.answer(reply)
+        except ClientGone:
+            pass
+        except Exception:
+            log.exception("%s %s could not be handled", request.method, request.path[:96])
+            if not request.begun:
+                request.answer(self._server.service.refuse(Refused(500, "internal error")))
+        finally:
+            self.task = None
+            if not request.ended or not request.keeps or self._transport.is_closing():
+                # what is only half an answer must not look like a whole one
+                self._transport.close() if request.ended else self._transport.abort()
+            else:
+                self._go_on()
+
+    def _go_on(self) -> None:
+        if self._held and len(self._waiting) < AHEAD:
+            self._held = False
+            self._transport.resume_reading()
+        if self._waiting:
+            self._next()
+        elif self._broken is not None:
+            self._say(self._broken)
+        elif self._server.stopping:
+            self.close()
+        else:
+            self._since = self._server.loop.time()
+
+    def _refuse(self, error: Refused) -> None:
+        """Nothing more is read; what came before is still answered."""
+        self._broken = error
+        self._server.arriving -= self._size
+        self._size = 0
+        if self.task is None:
+            self._say(error)
+
+    def _say(self, error: Refused) -> None:
+        self._since = self._server.loop.time()
+        if not self._transport.is_closing():
+            Request(self).answer(self._server.service.refuse(error))
+            self._transport.write_eof()

@@ -1,0 +1,178 @@
+"""Several processes that are one router: one port, each its own connections, its own ledger and its own report.
+
+They are forked before anything runs, so that they share memory in which each leaves its figures; whoever dies is
+replaced, and what it had counted is counted on. All that they decide together, they decide in Redis, as routers on
+other hosts do. With one worker there is one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
+
+import uvloop
+
+from adaptersync_core.errors import AdapterSyncError, ConfigError
+
+SHARE_BYTES = 256 << 10  # of figures of one worker: a group of a thousand replicas has them
+PUT_S = 1.0  # between two times a worker leaves its figures
+AGAIN_S = 0.5  # before one that died is replaced
+DEATHS = 5  # within DYING_S end the router: whoever started it shall know
+DYING_S = 10.0
+
+_HEAD = struct.Struct("=II")  # length, checksum
+_PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+
+log = logging.getLogger(__name__)
+
+
+class Shares:
+    """What each worker has left for the others, in memory of them all. A share is its writer's alone."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self._memory = mmap.mmap(-1, workers * SHARE_BYTES)
+
+    def put(self, worker: int, data: bytes) -> None:
+        if len(data) > SHARE_BYTES - _HEAD.size:
+            log.warning("figures of worker %d are too many to be shared: %d bytes", worker, len(data))
+            return
+        start = worker * SHARE_BYTES
+        self._memory[start + _HEAD.size : start + _HEAD.size + len(data)] = data
+        self._memory[start : start + _HEAD.size] = _HEAD.pack(len(data), zlib.crc32(data))
+
+    def get(self, worker: int) -> bytes:
+        """Nothing, where nothing whole is: before the first time, or in the midst of another."""
+        start = worker * SHARE_BYTES
+        length, checksum = _HEAD.unpack_from(self._memory, start)
+        data = self._memory[start + _HEAD.size : start + _HEAD.size + min(length, SHARE_BYTES - _HEAD.size)]
+        return data if length and zlib.crc32(data) == checksum else b""
+
+    def others(self, worker: int) -> list[bytes]:
+        found = (self.get(other) for other in range(self.workers) if other != worker)
+        return [data for data in found if data]
+
+
+Work = Callable[[Shares, int], Coroutine[Any, Any, None]]
+
+
+def run(work: Work, workers: int) -> None:
+    """Run `work` in so many processes until SIGTERM or SIGINT, or until too many have died: SystemExit."""
+    shares = Shares(workers)
+    if workers == 1:
+        uvloop.run(work(shares, 0))
+    else:
+        _Workers(work, shares).run()
+
+
+class _Workers:
+    """The parent: it does nothing but to start and to wait."""
+
+    def __init__(self, work: Work, shares: Shares) -> None:
+        self._work = work
+        self._shares = shares
+        self._running: dict[int, int] = {}  # process id: which worker
+        self._deaths: deque[float] = deque(maxlen=DEATHS)
+        self._stopping = False
+        self._failed = False
+
+    def run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        for worker in range(self._shares.workers):
+            self._start(worker)
+        while self._running:
+            self._wait()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        if self._failed:
+            raise SystemExit(1)
+
+    def _wait(self) -> None:
+        came = signal.sigwait(_SIGNALS)
+        if came != signal.SIGCHLD:
+            self._stop()
+            return
+        while self._running:
+            process, status = os.waitpid(-1, os.WNOHANG)
+            if not process:
+                return
+            worker = self._running.pop(process, None)
+            if worker is not None and not self._stopping:
+                self._died(worker, process, os.waitstatus_to_exitcode(status))
+
+    def _died(self, worker: int, process: int, code: int) -> None:
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        now = time.monotonic()
+        self._deaths.append(now)
+        if len(self._deaths) == DEATHS and now - self._deaths[0] < DYING_S:
+            log.error("worker %d (process %d) ended: %s; that is too often, stopping", worker, process, how)
+            self._failed = True
+            self._stop()
+            return
+        log.warning("worker %d (process %d) ended: %s; another takes its place", worker, process, how)
+        time.sleep(AGAIN_S)  # signals wait meanwhile
+        self._start(worker)
+
+    def _stop(self) -> None:
+        self._stopping = True
+        for process in self._running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGTERM)
+
+    def _start(self, worker: int) -> None:
+        parent = os.getpid()
+        process = os.fork()
+        if process:
+            self._running[process] = worker
+        else:
+            self._become(worker, parent)
+
+    def _become(self, worker: int, parent: int) -> NoReturn:
+        """In the child, which never returns into what its parent was doing."""
+        code = 1
+        try:
+            if sys.platform == "linux":
+                # whoever loses its parent ends as if it had been asked to
+                ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            if os.getppid() == parent:
+                uvloop.run(self._work(self._shares, worker))
+            code = 0
+        except AdapterSyncError as error:
+            log.error("%s", error)
+        except asyncio.CancelledError:
+            pass
+        except BaseException:
+            log.exception("worker %d ended", worker)
+        finally:
+            logging.shutdown()
+            os._exit(code)
+
+
+@contextlib.contextmanager
+def reserved(host: str, port: int, workers: int) -> Any:
+    """The port that workers can share: the one given, or, for 0, one that is free and stays so meanwhile."""
+    if workers == 1:
+        yield port
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            held.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen: {error.strerror}", key="router.port", value=port) from error
+        yield held.getsockname()[1]

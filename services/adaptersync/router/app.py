@@ -21,10 +21,12 @@ from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
 from adaptersync.router.ownership import Ownership
+from adaptersync.router.prompts import Reader
 from adaptersync.router.proxy import CHAT, Proxy
 from adaptersync.router.report import Reporter
 from adaptersync.router.status import ENGINE_CALLS, Status, refuse_engine_call, refuse_path
 from adaptersync.router.table import TableView
+from adaptersync.router.tokenizer import load
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import ControlError, ControlUnavailable
@@ -88,6 +90,8 @@ async def _serving(config: Config, opened: contextlib.AsyncExitStack, *, drain_s
     rows = Pipe(config.redis.control_url, name=name, timeout_s=ROWS_TIMEOUT_S)
     for pipe in (rows, cache):
         opened.push_async_callback(pipe.close)
+    reader = Reader(await load(settings.tokenizer) if settings.tokenizer else None)
+    opened.callback(reader.close)
     connections = Connections(
         connect_timeout_s=settings.connect_timeout_s,
         request_timeout_s=settings.request_timeout_s,
@@ -126,6 +130,7 @@ async def _serving(config: Config, opened: contextlib.AsyncExitStack, *, drain_s
         settings=settings,
         connections=connections,
         view=view,
+        reader=reader,
         admission=admission,
         ownership=ownership,
         attempts=attempts,

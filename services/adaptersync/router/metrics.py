@@ -30,6 +30,7 @@ class Metrics:
 
         self.requests = counter("requests", "Requests by how they ended", "outcome", "status")
         self.routed = counter("routed", "Choices of a replica", "routing", "replica")
+        self.prompts = counter("prompts", "Prompts by how they were read, and why not by tokens", "read", "reason")
         self.retries = counter("retries", "Requests sent to another replica", "reason")
         self.missing = counter("missing_version", "Replicas that lacked a version they should hold", "replica")
         self.hold_s = histogram("hold_seconds", "Wait for a version to become current", _COARSE)

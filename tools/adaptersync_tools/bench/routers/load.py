@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from adaptersync_core import headers
+from adaptersync_core.errors import ConfigError
 from adaptersync_tools.bench.routers.parties import BenchFailed, Party
 
 SCRIPT = Path(__file__).with_name("load.lua")
@@ -52,10 +53,10 @@ class Found(Struct, frozen=True, kw_only=True):
 
 
 def find_wrk() -> str:
-    """BenchFailed when it is missing."""
+    """ConfigError when it is missing."""
     found = shutil.which("wrk")
     if found is None:
-        raise BenchFailed("wrk is missing, which makes the load", next_step="apt-get install wrk")
+        raise ConfigError("wrk is missing, which makes the load", next_step="apt-get install wrk")
     return found
 
 

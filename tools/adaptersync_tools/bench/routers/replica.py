@@ -18,17 +18,21 @@ from msgspec import Raw, Struct
 
 HOST = "127.0.0.1"
 BASE = "base"
-GENERATE = (b"/v1/completions", b"/generate")
 ABOUT = {"model_path": BASE, "model_id": BASE, "served_model_name": BASE, "is_generation": True, "tp_size": 1}
 
 
-class Asked(Struct, frozen=True):
-    """vLLM's names of model and prompt, and SGLang's."""
+class Completion(Struct, frozen=True):
+    """A request by vLLM's names."""
 
-    model: str = ""
-    prompt: Raw = Raw(b"")
-    lora_path: str = ""
-    input_ids: Raw = Raw(b"")
+    model: str
+    prompt: Raw
+
+
+class Generation(Struct, frozen=True, rename={"model": "lora_path", "prompt": "input_ids"}):
+    """A request by SGLang's names."""
+
+    model: str
+    prompt: Raw
 
 
 class Adapter(Struct, frozen=True):
@@ -52,7 +56,8 @@ class Replica:
         self._delay_s = delay_s
         self._jitter = jitter
         self._strict = strict
-        self._decode = msgspec.json.Decoder(Asked).decode
+        self._completion = msgspec.json.Decoder(Completion)
+        self._generation = msgspec.json.Decoder(Generation)
         self._loaded = {BASE}
         self._seen: set[tuple[str, bytes]] = set()
         self._chance = random.Random(name)  # noqa: S311 (a load, no secret)
@@ -69,22 +74,25 @@ class Replica:
         self._answer = response(answer)
 
     def handle(self, path: bytes, body: bytes, connection: Connection) -> None:
-        if path in GENERATE:
-            self._generate(self._decode(body), connection)
-        else:
-            connection.write(self._other(path, body))
+        match path:
+            case b"/v1/completions":
+                self._generate(self._completion.decode(body), connection)
+            case b"/generate":
+                self._generate(self._generation.decode(body), connection)
+            case _:
+                connection.write(self._other(path, body))
 
-    def _generate(self, asked: Asked, connection: Connection) -> None:
+    def _generate(self, asked: Completion | Generation, connection: Connection) -> None:
         counts = self.counts
         counts.requests += 1
-        model = asked.model or asked.lora_path
+        model = asked.model
         if self._strict and model not in self._loaded:
             counts.unknown += 1
             said = f"The model `{model}` does not exist."
             error = {"message": said, "type": "NotFoundError", "param": "model", "code": 404}
             connection.write(response({"error": error}, b"404 Not Found"))
             return
-        prompt = (model, bytes(asked.prompt or asked.input_ids))
+        prompt = (model, bytes(asked.prompt))
         if prompt in self._seen:
             counts.warm += 1
         else:
@@ -138,7 +146,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade, msgspec.MsgspecError):
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             if self._transport is not None:
                 self._transport.close()
 
@@ -151,7 +159,10 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         path, body = self._path, self._body
         self._path = self._body = b""
-        self._replica.handle(path.partition(b"?")[0], body, self)
+        try:
+            self._replica.handle(path.partition(b"?")[0], body, self)
+        except msgspec.MsgspecError as error:
+            self.write(response({"error": {"message": f"{error}, of {body[:200]!r}"}}, b"400 Bad Request"))
 
     def write(self, answer: bytes) -> None:
         if self._transport is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from adaptersync_core.errors import ConfigError
 from adaptersync_tools.bench.result import Machine, Target, now
 from adaptersync_tools.bench.routers import judge
 from adaptersync_tools.bench.routers.cases import CASES, Case, Figures, Place
@@ -72,6 +74,8 @@ def run(settings: Settings, directory: Path, progress: Progress) -> Result:
     cases = [case for case in CASES if not settings.cases or case.name in settings.cases]
     chosen = [party for party in ALL if not settings.routers or party.choice in (*settings.routers, "")]
     find_wrk()
+    if importlib.util.find_spec("uvloop") is None:
+        raise ConfigError("uvloop is missing, with which replicas run", next_step="pip install 'adaptersync[fast]'")
     programs = {party.name: find(party, settings.programs) for party in chosen}
     there = [party for party in chosen if party.kind != "peer" or programs[party.name]]
     found: dict[tuple[str, str], list[Figures]] = {}

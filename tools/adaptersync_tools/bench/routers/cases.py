@@ -19,7 +19,7 @@ SERVICE_S = 0.1
 JITTER = 0.8
 QUICK_SERVICE_S = 0.05  # where it is answers that are counted
 WARM_UP_S = 1.0
-WARM_UP_SEED, SEED = 7, 1
+WARM_UP_SEED = 7
 BEFORE, AWAY = 0.2, 0.2  # parts of a run after which a replica dies, and for which it is away
 LONGER = 1.5  # runs in which a replica dies: it must have time to be found again
 
@@ -57,24 +57,14 @@ async def template(party: Party, place: Place) -> Figures:
 
 
 async def _routed(party: Party, place: Place, load: Load, *, routers: int = 1, jitter: float = JITTER) -> Figures:
-    """Where requests went that take their time. Each router gets its part of every prompt's completions."""
+    """Where requests went that take their time."""
     async with _at_work(party, place, replicas=4, delay_s=SERVICE_S, jitter=jitter, routers=routers) as (
         fleet,
         at_work,
     ):
-        part = Load(
-            connections=load.connections // routers,
-            window=load.window,
-            completions=load.completions // routers,
-            tokens=load.tokens,
-            template=load.template,
-        )
-        await _warm_up(party, at_work, part, fleet)
-        loads = [
-            press(url, part, party, at_work.model, seconds=place.seconds, seed=SEED, order=number)
-            for number, url in enumerate(at_work.urls, 1)
-        ]
-        found = await asyncio.gather(*loads)
+        await _warm_up(party, at_work, load, fleet)
+        async with clients(at_work.urls, load, party, at_work.model) as seen:
+            await asyncio.sleep(place.seconds)
         counts = await fleet.counts()
     asked = [each.requests for each in counts]
     if not sum(asked):
@@ -84,7 +74,7 @@ async def _routed(party: Party, place: Place, load: Load, *, routers: int = 1, j
         "largest_inflight": max(each.largest for each in counts),
         "busiest_percent": 100 * max(asked) / sum(asked),
         "requests": sum(asked),
-        "errors": sum(each.errors for each in found),
+        "errors": seen.failed,
     }
 
 
@@ -103,7 +93,7 @@ async def _failing(party: Party, place: Place, *, comes_back: bool) -> Figures:
     load = Load(connections=32)
     async with _at_work(party, place, replicas=4, delay_s=QUICK_SERVICE_S, quick=True) as (_, at_work):
         with contextlib.ExitStack() as away:  # who is away comes back when all is counted
-            async with clients(at_work.urls[0], load, party, at_work.model) as seen:
+            async with clients(at_work.urls, load, party, at_work.model) as seen:
                 await asyncio.sleep(seconds * BEFORE)
                 await asyncio.to_thread(away.enter_context, at_work.away())
                 if comes_back:

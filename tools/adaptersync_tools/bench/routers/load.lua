@@ -3,7 +3,7 @@
 --   model         the version asked for
 --   api           completions (vLLM's) or generate (SGLang's)
 --   session       1: each request names its prompt in X-Session-ID
---   seed          of the prompts; `order` is the seed of the order they are asked for in
+--   seed          of the prompts and of the order they are asked for in
 
 local VOCABULARY = 150000
 local told = {}
@@ -12,20 +12,9 @@ local bodies, order, template = {}, {}, {}
 local headers = { ["Content-Type"] = "application/json" }
 local path
 
--- A linear congruential generator (Park and Miller): prompts and their order need two that do not disturb each other.
-local function chance(seed)
-  local state = seed % 2147483646 + 1
-  return function(most)
-    state = state * 48271 % 2147483647
-    return state % most + 1
-  end
-end
-
-local token, place
-
 local function tokens(count, into)
   for _ = 1, count do
-    into[#into + 1] = token(VOCABULARY)
+    into[#into + 1] = math.random(VOCABULARY)
   end
   return into
 end
@@ -51,7 +40,7 @@ local function next_window()
     end
   end
   for last = #order, 2, -1 do
-    local other = place(last)
+    local other = math.random(last)
     order[last], order[other] = order[other], order[last]
   end
 end
@@ -62,11 +51,8 @@ function init(arguments)
     told[name] = tonumber(value) or value
   end
   path = told.api == "generate" and "/generate" or "/v1/completions"
-  token = chance(4242)
+  math.randomseed(told.seed)
   tokens(told.template, template)
-  token, place = chance(told.seed), chance(told.order)
-  token(1)
-  place(1)
 end
 
 function request()

@@ -9,8 +9,9 @@ import contextlib
 import random
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
 import msgspec
@@ -60,16 +61,13 @@ def find_wrk() -> str:
     return found
 
 
-async def press(
-    url: str, load: Load, party: Party, model: str, *, seconds: float, seed: int = 1, order: int = 1
-) -> Found:
+async def press(url: str, load: Load, party: Party, model: str, *, seconds: float, seed: int = 1) -> Found:
     """Send `load` to one router for `seconds`; loads of one seed ask for the same prompts."""
     told = {
         "model": model,
         "api": party.api,
         "session": int(party.session),
         "seed": seed,
-        "order": order,
         "window": load.window,
         "completions": load.completions,
         "tokens": load.tokens,
@@ -108,42 +106,38 @@ class Seen:
         return self.outcomes.total() - self.outcomes["200"]
 
 
+class _Request(NamedTuple):
+    url: str
+    headers: dict[str, str]
+    body: bytes
+
+
 @contextlib.asynccontextmanager
-async def clients(url: str, load: Load, party: Party, model: str, *, seed: int = 1) -> AsyncIterator[Seen]:
-    """As many clients as `load` has connections ask while the context lasts; each waits for its last answer."""
+async def clients(urls: Sequence[str], load: Load, party: Party, model: str, *, seed: int = 1) -> AsyncIterator[Seen]:
+    """As many clients as `load` has connections ask while the context lasts; each waits for its last answer.
+
+    They are one trainer's: the completions of a prompt go to the routers in turn.
+    """
     seen, stop = Seen(), asyncio.Event()
-    asking = _prompts(load, random.Random(seed))  # noqa: S311 (a load, no secret)
+    asking = _requests(load, urls, party, model, random.Random(seed))  # noqa: S311 (a load, no secret)
     connector = aiohttp.TCPConnector(limit=0)
     async with (
         aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session,
         asyncio.TaskGroup() as group,
     ):
         for _ in range(load.connections):
-            group.create_task(_client(session, url, asking, party, model, seen, stop))
+            group.create_task(_client(session, asking, seen, stop))
         try:
             yield seen
         finally:
             stop.set()
 
 
-async def _client(
-    session: aiohttp.ClientSession,
-    url: str,
-    asking: Iterator[tuple[str, list[int]]],
-    party: Party,
-    model: str,
-    seen: Seen,
-    stop: asyncio.Event,
-) -> None:
+async def _client(session: aiohttp.ClientSession, asking: Iterator[_Request], seen: Seen, stop: asyncio.Event) -> None:
     while not stop.is_set():
-        name, prompt = next(asking)
-        body: dict[str, object] = {"model": model, "prompt": prompt, "max_tokens": 2}
-        if party.api == "generate":
-            body = {"lora_path": model, "input_ids": prompt, "sampling_params": {"max_new_tokens": 2}}
-        path = "/generate" if party.api == "generate" else "/v1/completions"
-        sent = {"X-Session-ID": name} if party.session else {}
+        request = next(asking)
         try:
-            async with session.post(f"{url}{path}", json=body, headers=sent) as answer:
+            async with session.post(request.url, data=request.body, headers=request.headers) as answer:
                 text = await answer.read()
             outcome = str(answer.status)
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -155,15 +149,23 @@ async def _client(
             await asyncio.sleep(PAUSE_S)
 
 
-def _prompts(load: Load, chance: random.Random) -> Iterator[tuple[str, list[int]]]:
+def _requests(load: Load, urls: Sequence[str], party: Party, model: str, chance: random.Random) -> Iterator[_Request]:
+    path = "/generate" if party.api == "generate" else "/v1/completions"
     template = [chance.randrange(BYTES) for _ in range(load.template)]
     number = 0
     while True:
-        window = []
+        window: list[_Request] = []
         for _ in range(load.window):
             number += 1
             prompt = template + [chance.randrange(BYTES) for _ in range(load.tokens - load.template)]
-            window += [(f"prompt-{number}", prompt)] * load.completions
+            asked: dict[str, object] = {"model": model, "prompt": prompt, "max_tokens": 2}
+            if party.api == "generate":
+                asked = {"lora_path": model, "input_ids": prompt, "sampling_params": {"max_new_tokens": 2}}
+            sent = {"content-type": "application/json"}
+            if party.session:
+                sent["x-session-id"] = f"prompt-{number}"
+            body = msgspec.json.encode(asked)
+            window += [_Request(f"{urls[each % len(urls)]}{path}", sent, body) for each in range(load.completions)]
         chance.shuffle(window)
         yield from window
 

@@ -98,6 +98,9 @@ class AgentSection(Section, frozen=True, kw_only=True):
     keep_s: float = 600.0
     """How long staged files stay after their version has left the table: at least router.request_timeout_s, since a
     router that lost Redis may still wait for an answer, and the engine read them again for it."""
+    kv_events: Literal["auto", "off"] = "auto"
+    """Follow what the engine says of its cache, if it does (vLLM's --kv-events-config), so that routers know what is
+    warm where. Off, or where it says nothing: what a replica was sent counts as warm there."""
 
 
 class ProofSection(Section, frozen=True, kw_only=True):

@@ -151,7 +151,8 @@ class Stream:
     """One rank's batches, each applied to the cache once and in order.
 
     A batch that came too early is not taken by `offer`: the engine's replay fills the hole with `accept`, and what it
-    cannot fill costs all that was known of this rank. `whole` says that nothing of this life is missing.
+    cannot fill costs all that was known of this rank. `whole` says that nothing of this life is missing. That another
+    process speaks shows in its numbers as a rule only: whoever learns of one makes a new stream.
     """
 
     def __init__(self, cache: Cache, rank: int) -> None:

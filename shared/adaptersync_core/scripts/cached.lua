@@ -31,7 +31,7 @@ for first = 5, #ARGV, CHUNK do
       child, holders = string.match(value, '^([^:]*):(.*)$')
     end
     local owns = string.find(',' .. holders .. ',', ',' .. replica .. ',', 1, true)
-    if place < 5 + stored and not owns then
+    if place < 5 + stored and not owns and (value or fresh < limit) then
       local kept = without(holders)
       if #kept >= OWNERS then
         table.remove(kept, 1)
@@ -58,9 +58,10 @@ for first = 1, #gone, CHUNK do
   redis.call('HDEL', KEYS[1], unpack(gone, first, math.min(first + CHUNK - 1, #gone)))
 end
 if fresh > 0 then
-  local excess = redis.call('HLEN', KEYS[1]) + fresh - limit
+  local kept = redis.call('HLEN', KEYS[1])
+  local excess = math.min(kept + fresh - limit, kept, 4000)
   if excess > 0 then
-    redis.call('HDEL', KEYS[1], unpack(redis.call('HRANDFIELD', KEYS[1], math.min(excess, 4000))))
+    redis.call('HDEL', KEYS[1], unpack(redis.call('HRANDFIELD', KEYS[1], excess)))
   end
 end
 for first = 1, #changes, 2 * CHUNK do

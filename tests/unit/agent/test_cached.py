@@ -81,7 +81,8 @@ def shown(cache: Cache) -> set[tuple[str, bytes]]:
 class Reader:
     """What the agent does with messages, without sockets."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self.cache = Cache(base_model="base", depth=100)
         self.stream = Stream(self.cache, 0)
         self.told: set[tuple[str, bytes]] = set()
@@ -98,6 +99,14 @@ class Reader:
     def catch_up(self, engine: Engine) -> None:
         for sequence, payload in engine.replay(self.stream.expected):
             self.stream.accept(sequence, read_batch(payload))
+
+    def look(self, engine: Engine) -> None:
+        """At the engine's process: numbers alone do not show another one that has said as much as the one before."""
+        if engine is not self.engine:
+            self.engine = engine
+            self.cache.clear_all()
+            self.stream = Stream(self.cache, 0)
+            self.catch_up(engine)
 
     def write(self) -> None:
         """As the table is written: only what changed."""
@@ -116,19 +125,20 @@ steps = st.lists(
             st.sampled_from(SCOPES),
             st.booleans(),
         ),
-        st.tuples(st.sampled_from(("end", "reset", "restart", "write"))),
+        st.tuples(st.sampled_from(("end", "reset", "restart", "look", "write"))),
     ),
     max_size=40,
 )
-fates = st.lists(st.sampled_from(("comes", "comes", "lost", "twice")), max_size=80)
+fates = st.lists(st.sampled_from(("comes", "lost", "lost", "twice")), max_size=80)
 
 
-@given(steps, fates, st.sampled_from((3, 1000)))
+@given(steps, fates, st.sampled_from((1, 1000)))
 @settings(max_examples=400, deadline=None)
 def test_after_any_losses_repeats_and_restarts_it_knows_what_the_engine_has(
     steps: list[tuple[str, ...]], fates: list[str], buffer: int
 ) -> None:
-    engine, reader, place = Engine(began_at=0, buffer=buffer), Reader(), 0
+    engine, place = Engine(began_at=0, buffer=buffer), 0
+    reader = Reader(engine)
     for step in steps:
         if step[0] == "run":
             engine.run(step[1], step[2], keep=step[3])  # type: ignore[arg-type]
@@ -139,6 +149,8 @@ def test_after_any_losses_repeats_and_restarts_it_knows_what_the_engine_has(
             engine.publish()
         elif step[0] == "restart":
             engine, place = Engine(began_at=engine.now + 10, buffer=buffer), 0
+        elif step[0] == "look":
+            reader.look(engine)
         else:
             reader.write()
         for message in engine.sent[place:]:
@@ -146,16 +158,12 @@ def test_after_any_losses_repeats_and_restarts_it_knows_what_the_engine_has(
             for _ in range({"lost": 0, "comes": 1, "twice": 2}[fate]):
                 reader.receive(engine, message)
         place = len(engine.sent)
-    engine.run([1, 0, 1], SCOPES[0], keep=False)  # the last word of a life comes: of a silent one nothing can be known
-    if len(engine.sent) > place:
-        reader.receive(engine, engine.sent[-1])
-        reader.catch_up(engine)
-        assert shown(reader.cache) <= engine.truth()
-        if reader.stream.whole:
-            assert shown(reader.cache) == engine.truth()
-        if buffer > 100:
-            assert reader.stream.whole
-            assert not reader.stream.orphans
+    reader.look(engine)
+    reader.catch_up(engine)
+    assert shown(reader.cache) <= engine.truth()
+    if reader.stream.whole:
+        assert shown(reader.cache) == engine.truth()
+    assert reader.stream.whole or buffer == 1
     reader.write()
     assert reader.told == shown(reader.cache)
 
@@ -280,7 +288,7 @@ def test_a_lower_number_of_a_later_time_is_another_life(cache: Cache) -> None:
 
 
 def test_events_of_a_busy_engine_are_taken_fast() -> None:
-    """A guard against a slip into another order of magnitude: a busy engine stores some thousands of blocks a second."""
+    """Within an order of magnitude: a busy engine stores some thousands of blocks a second."""
     source, cache = random.Random(1), Cache(base_model="base", depth=512)
     stream = Stream(cache, 0)
     payloads = []

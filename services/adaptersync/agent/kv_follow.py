@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterable
 from urllib.parse import urlsplit
@@ -194,6 +195,7 @@ class Follower:
         self._why.pop(rank, None)
         if not self._why and not self._known:
             self._known = True
+            self._cache.changed_at = math.inf  # that it was said before we listened is no lag
             self._owned.begin()
 
 

@@ -137,8 +137,8 @@ class RouterSection(Section, frozen=True, kw_only=True):
     tokenizer: str = ""
     """The directory of the model that vLLM serves, or its name: text and chat are then routed by the tokens that vLLM
     makes of them, so that they meet the same prompt in token ids and what engines tell of their caches. Needs the extra
-    `tokenize`; a router that cannot load it does not start. Empty: by their bytes, which keeps equal beginnings
-    together as well."""
+    `tokenize`, and a vLLM that is given no chat template of its own; a router that cannot load it does not start.
+    Empty: by their bytes, which keeps equal beginnings together as well."""
     policy: Literal["promise", "threshold"] = "promise"
     """How a replica is chosen. `promise`: a new prompt goes to where, with the groups that are expected, there is least
     to do, and owners may be `spill` ahead of the mean. `threshold`: to the least loaded, and `spill` ahead of that one.

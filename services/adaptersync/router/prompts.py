@@ -24,8 +24,8 @@ from adaptersync.router.tokens import chat_bytes, text_bytes, token_ids
 
 PROMPTS = 16  # of one request that are looked at
 WEIGHT = 1024  # sequences that one request counts for: more do not run at once in one engine, whatever is asked for
-INLINE = 4096  # bytes of JSON that are tokenized where they arrive, in half a millisecond or so; more in a thread
-THREADS = 2  # that tokenize; what is rendered and hashed still shares one core with everything else
+INLINE = 4096  # bytes of JSON that are tokenized where they arrive, within a millisecond: a thousand tokens
+THREADS = 2  # for what is longer: up to 30 ms for as much of a prompt as is looked up; Rust lets go of the GIL
 WHOLE = 1 << 20  # bytes of a conversation that is rendered
 
 log = logging.getLogger(__name__)

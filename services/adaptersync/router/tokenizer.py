@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import islice
 
 import msgspec
@@ -19,6 +21,7 @@ from adaptersync.router.chat import ChatTemplates, Inexact
 from adaptersync.router.handover import Handover
 from adaptersync_core.errors import ConfigError
 
+REMEMBERED = 256  # texts whose ids are kept, 80 kB each at most: a group asks for the same one again and again
 CHARS = 6  # of text for each token that is wanted: more than most have
 EDGE = 32  # tokens before a cut that it may have changed
 LOAD_S = 120.0  # transformers needs seconds, on a busy host half a minute
@@ -33,13 +36,16 @@ class Tokenizer:
         self._core.no_truncation()
         self._core.no_padding()
         self._templates = ChatTemplates(handover.templates, handover.special)
+        self._remembered = lru_cache(REMEMBERED)(self._ids)
 
     def text(self, text: str, limit: int, *, special: bool) -> Sequence[int]:
         """The first ids, at most `limit`; `special`: with what the tokenizer puts around a text."""
-        most = limit * CHARS
-        cut = text[:most]
-        ids: list[int] = self._core.encode_batch_fast([cut], add_special_tokens=special)[0].ids
-        if len(text) > most:
+        most = (limit + EDGE) * CHARS
+        return self._remembered(text[:most], len(text) > most, limit, special)
+
+    def _ids(self, text: str, cut: bool, limit: int, special: bool) -> Sequence[int]:
+        ids = array("I", self._core.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+        if cut:
             del ids[-EDGE:]
         return ids[:limit]
 

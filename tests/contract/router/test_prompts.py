@@ -24,7 +24,9 @@ TEXT = "what is said in the text, and then what is asked of it: 12 + 30 "
 def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("jinja2", "tokenizers", "transformers"):
         pytest.importorskip(name)
-    return build_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    directory = build_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+    return directory
 
 
 async def test_text_chat_and_ids_of_one_prompt_meet(fleet: Fleet, tokenizer_directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from pathlib import Path
@@ -12,13 +13,15 @@ import pytest
 
 from adaptersync.router.asked import Asked
 from adaptersync.router.chat import ChatTemplates, Inexact
-from adaptersync.router.handover import Handover
-from adaptersync.router.tokenizer import CHARS, Tokenizer, load
+from adaptersync.router.handover import Handover, hand_over
+from adaptersync.router.tokenizer import CHARS, EDGE, REMEMBERED, Tokenizer, load
 from adaptersync_core.errors import ConfigError
+from support.tiny_tokenizer import PLAIN, build_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
+LONG = "<|a token of many letters|>"
 USER = {"role": "user", "content": "12"}
 
 
@@ -34,6 +37,7 @@ def core() -> str:
         show_progress=False,
     )
     made.train_from_iterator(["what is said in the text and then said again " * 20], trainer)
+    made.add_special_tokens([LONG])
     made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     made.enable_truncation(max_length=4)  # as some directories have it; it is not vLLM's business, nor ours
     return str(made.to_str())
@@ -49,18 +53,20 @@ def render(template: str | dict[str, str], **fields: Any) -> str:
     return ChatTemplates(templates, {"bos_token": "<s>"}).render(asked)
 
 
-@pytest.mark.parametrize("text", ["what is said ", "x", "\n \n", "漢字", "word" * 3, "🙂 é"])
+@pytest.mark.parametrize("text", ["what is said ", "x", "\n \n", "漢字", "word" * 3, "🙂 é", LONG])
 def test_a_long_text_is_cut_where_it_does_not_matter(core: str, text: str) -> None:
     tokenizer, chance = a_tokenizer(core), random.Random(text)
     whole = text * 3000
     ids = tokenizer.text(whole, 10**6, special=True)
     assert ids[0] == 0
+    assert len(tokenizer.text(whole, 333, special=True)) > 50
     for limit in (40, 64, 333):
         head = list(tokenizer.text(whole, limit, special=True))
         assert head == list(ids[: len(head)])
-        assert 0 < len(head) <= limit
+        assert len(head) <= limit
+        assert len(head) == limit or text == LONG
         # and whatever comes after the beginning changes nothing in it
-        other = whole[: limit * CHARS] + "".join(chance.choices("ab \n", k=50))
+        other = whole[: (limit + EDGE) * CHARS] + "".join(chance.choices("ab \n", k=50))
         assert list(tokenizer.text(other, limit, special=True)) == head
     assert list(tokenizer.text("x", 10, special=False)) == list(tokenizer.text("x", 10, special=True))[1:]
 
@@ -141,6 +147,46 @@ async def test_what_cannot_be_loaded_says_why(tmp_path: Path, monkeypatch: pytes
         await load(str(tmp_path))
     assert "router.tokenizer" in str(caught.value)
     assert "tokenize" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "file"),
+    [
+        ({"model_type": "gpt_oss"}, ""),
+        ({"architectures": ["DeepseekV32ForCausalLM"]}, ""),
+        ({"model_type": "llama"}, "tekken.json"),
+        ({"model_type": "llama"}, "tokenizer.model.v3"),
+    ],
+)
+def test_what_vllm_reads_in_a_way_of_its_own_is_not_guessed(tmp_path: Path, config: dict[str, Any], file: str) -> None:
+    pytest.importorskip("transformers")
+    build_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / (file or "other")).write_text("{}")
+    with pytest.raises(ValueError, match="a way of its own"):
+        hand_over(str(tmp_path))
+
+
+def test_a_model_that_takes_images_has_no_template_of_ours(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    build_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    handed = hand_over(str(tmp_path))
+    assert handed.templates == {"default": PLAIN}
+    assert handed.special["bos_token"] == "<|begin|>"
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert hand_over(str(tmp_path)) == msgspec.structs.replace(handed, templates={})
+    with pytest.raises(Inexact, match="template"):
+        Tokenizer(hand_over(str(tmp_path))).chat(Asked(messages=msgspec.Raw(b"[]")))
+
+
+def test_ids_are_remembered(core: str) -> None:
+    tokenizer = a_tokenizer(core)
+    first = tokenizer.text("said " * 9, 20, special=True)
+    assert tokenizer.text("said " * 9, 20, special=True) is first
+    assert tokenizer.text("said " * 9, 20, special=False) != first
+    assert tokenizer.text("said " * 9, 5, special=True) == first[:5]  # less of it is another beginning
+    assert tokenizer._remembered.cache_info().maxsize == REMEMBERED
 
 
 async def test_a_tokenizer_that_hangs_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,12 @@ template sees it is told by one that prints everything.
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -40,6 +42,7 @@ TEMPLATES = {
 }
 USER = {"role": "user", "content": "What is 12 + 30?"}
 TOOL: dict[str, Any] = {"function": {"parameters": {"b": 1, "a": []}, "name": "add"}, "type": "function"}
+TOOLS: list[dict[str, Any]] = [TOOL, {"function": {"name": "n"}}]
 CALL = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": '{"b": 1, "a": "é"}'}}
 SEVERAL_PARTS: dict[str, Any] = {
     "messages": [{"content": [{"type": "text", "text": "a"}, {"text": "b <|x|>", "type": "text"}], "role": "user"}]
@@ -54,7 +57,7 @@ CHATS: list[dict[str, Any]] = [
     {"messages": [USER], "add_generation_prompt": False, "add_special_tokens": True},
     {"messages": [USER], "chat_template_kwargs": {"mood": "good", "enable_thinking": True, "unused": 1}},
     {"messages": [USER], "chat_template_kwargs": {"mood": None, "enable_thinking": "auto"}},
-    {"messages": [USER | {"name": "ann", "task": "t", "else": 1}], "tools": [TOOL, {"function": {"name": "n"}}]},
+    {"messages": [USER | {"name": "ann", "task": "t", "else": 1}], "tools": TOOLS},
     {
         "messages": [
             USER,
@@ -152,3 +155,42 @@ def test_the_beginning_of_a_long_text_is_the_beginning_of_its_ids(vllm: Engine, 
         head = list(tokenizer.text(text, limit, special=True))
         assert head == ids[: len(head)]
         assert len(head) == limit
+
+
+def test_templates_of_many_models_are_rendered_as_vllm_does_or_not_at_all() -> None:
+    """Those that TRL brings, by what vLLM does before and after a template sees a conversation; without a server."""
+    trl = pytest.importorskip("trl")
+    formats = pytest.importorskip("vllm.renderers.hf")
+    parsing = pytest.importorskip("vllm.renderers.chat_utils")
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<p>", "unk_token": "<u>"}
+    plain = SimpleNamespace(enable_prompt_embeds=False, multimodal_config=None)
+    exact = inexact = 0
+    for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja")):
+        source = path.read_text()
+        form = formats._detect_content_format(source, default="string")
+        templates = ChatTemplates({"default": source}, special)
+        for body in CHATS:
+            asked = msgspec.json.decode(msgspec.json.encode(body), type=Asked)
+            try:
+                said = templates.render(asked)
+            except Exception:  # a template is a program
+                inexact += 1
+                continue
+            conversation, _, _ = parsing.parse_chat_messages(copy.deepcopy(body["messages"]), plain, form)
+            given = {name: value for name, value in body.get("chat_template_kwargs", {}).items() if value is not None}
+            functions = [{"name": None, "description": None, "parameters": None} | tool["function"] for tool in TOOLS]
+            (expected,), _ = render_jinja_template(
+                [conversation],
+                tools=[{"type": "function", "function": function} for function in functions]
+                if "tools" in body
+                else None,
+                chat_template=source,
+                add_generation_prompt=body.get("add_generation_prompt", True),
+                continue_final_message=body.get("continue_final_message", False),
+                **special | {name: value for name, value in given.items() if value != "auto"},
+            )
+            assert said == expected, (path.name, body)
+            exact += 1
+    assert exact > 4 * inexact > 0  # several parts, and templates of models that take images

@@ -99,6 +99,9 @@ class AgentSection(Section, frozen=True, kw_only=True):
     keep_s: float = 600.0
     """How long staged files stay after their version has left the table: at least router.request_timeout_s, since a
     router that lost Redis may still wait for an answer, and the engine read them again for it."""
+    kv_events: Literal["auto", "off"] = "auto"
+    """Follow what the engine says of its cache, if it does (vLLM's --kv-events-config), so that routers know what is
+    warm where. Off, or where it says nothing: what a replica was sent counts as warm there."""
 
 
 class ProofSection(Section, frozen=True, kw_only=True):
@@ -138,7 +141,13 @@ class RouterSection(Section, frozen=True, kw_only=True):
     """Owned prefix blocks kept for one version, about 100 bytes each; they go with the version, so a group keeps as
     many times this as it has live versions."""
     blocks_per_request: int = 512
-    """Blocks of one prompt that are looked up; the rest of a long prompt follows the head."""
+    """Blocks of one prompt that are looked up; the rest of a long prompt follows the head. Prompts that share a request
+    share them."""
+    tokenizer: str = ""
+    """The directory of the model that vLLM serves, or its name: text and chat are then routed by the tokens that vLLM
+    makes of them, so that they meet the same prompt in token ids and what engines tell of their caches. Needs the extra
+    `tokenize`, and a vLLM that is given no chat template of its own; a router that cannot load it does not start.
+    Empty: by their bytes, which keeps equal beginnings together as well."""
     policy: Literal["promise", "threshold"] = "promise"
     """How a replica is chosen. `promise`: a new prompt goes to where, with the groups that are expected, there is least
     to do, and owners may be `spill` ahead of the mean. `threshold`: to the least loaded, and `spill` ahead of that one.

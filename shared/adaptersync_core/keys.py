@@ -111,7 +111,7 @@ SPECS = (
         pattern="owned:{version}",
         type="hash",
         server="cache",
-        writer="router",
+        writer="router, agent",
         bound="router.blocks_per_version",
         ttl_s=OWNERSHIP_TTL_S,
     ),

@@ -25,6 +25,22 @@ Fault = Literal["version", "replica"]
 log = logging.getLogger(__name__)
 
 
+class CacheReport(Struct, frozen=True, kw_only=True):
+    """How well an agent knows what its engine has cached. Not followed: ownership is where routers sent prompts.
+
+    `blocks` are owned in truth, `lag_s` seconds behind the engine at the last change. `gaps` were filled from the
+    engine's buffer; after a loss all was forgotten, since it could not be filled. `orphans` follow what is not known.
+    """
+
+    followed: bool = False
+    why: str = ""
+    blocks: int = 0
+    lag_s: float = 0.0
+    gaps: int = 0
+    losses: int = 0
+    orphans: int = 0
+
+
 class ReplicaReport(Struct, frozen=True, kw_only=True):
     """What an agent observes of its engine. `loaded` are the adapter ids the engine lists from our directory."""
 
@@ -39,6 +55,7 @@ class ReplicaReport(Struct, frozen=True, kw_only=True):
     draining: bool = False
     engine: str = ""
     host: str = ""
+    cache: CacheReport = CacheReport()
 
 
 class SeenReplica(Struct, frozen=True, kw_only=True):

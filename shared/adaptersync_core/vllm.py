@@ -123,6 +123,15 @@ class _ServerConfig(Struct, frozen=True, kw_only=True):
     device_config: _DeviceConfig = _DeviceConfig()
 
 
+class KvSource(Struct, frozen=True, kw_only=True):
+    """Where one rank of a server publishes its KV events; an entry of `/kv_event_sources`."""
+
+    enable_kv_cache_events: bool = True
+    publisher: str = "zmq"
+    endpoint: str
+    replay_endpoint: str | None = None
+
+
 class Held(Struct, frozen=True, kw_only=True):
     """Numbers of the adapters one worker has in memory, least recently used first, and how many fit.
 
@@ -275,6 +284,18 @@ class VllmClient:
             return [(m["name"], dict(_LABEL.findall(m["labels"] or "")), float(m["value"])) for m in found]
         except ValueError as error:
             raise EngineRefused(f"metrics cannot be read: {error}", status=200, engine=self.url) from error
+
+    async def kv_event_sources(self) -> dict[int, KvSource]:
+        """By rank, where the server publishes what its cache holds; empty when it does not."""
+        try:
+            text = await self._call("GET", "/kv_event_sources")
+            return msgspec.json.decode(text, type=dict[int, KvSource], strict=False)
+        except EngineRefused as error:
+            if error.status == 404:
+                return {}
+            raise
+        except msgspec.MsgspecError as error:
+            raise EngineRefused(f"KV event sources cannot be read: {error}", status=200, engine=self.url) from error
 
     async def busy(self) -> bool:
         """Whether a request is running or waiting."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,21 @@ class Bench:
         self.directory = directory
         self.store = ArtifactStore(Path(config.store.path))
         self.staged = Path(config.agent.stage_path)
+        self.make: Callable[..., Path] = small_adapter
         self._manifests: dict[str, Manifest] = {}
         self._seq = 0
 
+    def start(self) -> None:
+        self.agent = asyncio.create_task(app._stand_beside(self.config))
+
+    async def stop(self) -> None:
+        self.agent.cancel()
+        await asyncio.gather(self.agent, return_exceptions=True)
+
     async def publish(self, **adapter: Any) -> str:
-        """A new version in the store and in Redis; `adapter` is for `small_adapter`."""
+        """A new version in the store and in Redis; `adapter` is for `make`."""
         self._seq += 1
-        source = small_adapter(self.directory / f"source-{self._seq}", seed=self._seq, **adapter)
+        source = self.make(self.directory / f"source-{self._seq}", seed=self._seq, **adapter)
         manifest = manifest_of(source, seq=self._seq)
         self.store.publish(manifest, source)
         await self.registry.begin_run("run", nonce="n", max_staleness=1, trainer="t")
@@ -103,13 +111,19 @@ class Bench:
 
 @asynccontextmanager
 async def bench_on(
-    redis_url: str, engine: Engine, directory: Path, *, proof: ProofSection | None = None, keep_s: float = 0.05
+    redis_url: str,
+    engine: Engine,
+    directory: Path,
+    *,
+    proof: ProofSection | None = None,
+    keep_s: float = 0.05,
+    cache_url: str = "",
 ) -> AsyncIterator[Bench]:
     """An agent beside `engine`, with its files below `directory`; it is stopped at the end."""
     (directory / "store").mkdir(exist_ok=True)
     config = Config(
         group=GroupSection(name="group"),
-        redis=RedisSection(control_url=redis_url),
+        redis=RedisSection(control_url=redis_url, cache_url=cache_url),
         proof=proof or ProofSection(),
         store=StoreSection(path=str(directory / "store")),
         agent=AgentSection(
@@ -126,10 +140,9 @@ async def bench_on(
     )
     client = RedisClient(redis_url, name="test")
     bench = Bench(config, engine, Registry(client, Keys("group")), directory)
-    bench.agent = asyncio.create_task(app._stand_beside(config))
+    bench.start()
     try:
         yield bench
     finally:
-        bench.agent.cancel()
-        await asyncio.gather(bench.agent, return_exceptions=True)
+        await bench.stop()
         await client.close()

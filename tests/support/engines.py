@@ -193,12 +193,17 @@ def require_vllm() -> None:
 
 @contextmanager
 def vllm_cpu(
-    directory: Path, model_directory: Path, *extra: str, guarded: bool = False, dtype: str = "float32"
+    directory: Path,
+    model_directory: Path,
+    *extra: str,
+    guarded: bool = False,
+    dtype: str = "float32",
+    port: int = 0,
 ) -> Iterator[Engine]:
     """A real vLLM with the limits above; the rest as for the simulator. Takes up to a minute to start on two cores."""
     require_vllm()
     kv, replay = f"ipc://{directory}/kv", f"ipc://{directory}/replay"
-    port = _free_port()
+    port = port or _free_port()
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",

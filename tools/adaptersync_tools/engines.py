@@ -6,6 +6,7 @@ agent.
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -46,6 +47,24 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     grace_s: float = 8.0
 
 
+class EventPorts(Struct, frozen=True, kw_only=True):
+    """Loopback ports for what an engine says of its KV cache: its agent listens on the first, vLLM on the second.
+
+    vLLM binds an address without a wildcard for its replay only, and connects to the other.
+    """
+
+    events: int
+    replay: int
+
+    @property
+    def endpoint(self) -> str:
+        return f"tcp://{HOST}:{self.events}"
+
+    @property
+    def replay_endpoint(self) -> str:
+        return f"tcp://{HOST}:{self.replay}"
+
+
 def gpu_count() -> int:
     """NVIDIA GPUs on this machine, as its driver lists them."""
     tool = shutil.which("nvidia-smi")
@@ -55,8 +74,23 @@ def gpu_count() -> int:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
-def vllm_spec(settings: EngineSettings, *, number: int, replicas: int, port: int, gpus: int, token_file: Path) -> Spec:
+def vllm_spec(
+    settings: EngineSettings,
+    *,
+    number: int,
+    replicas: int,
+    port: int,
+    gpus: int,
+    token_file: Path,
+    event_ports: EventPorts,
+) -> Spec:
     """Replica `number` of `replicas`; with GPUs, they are dealt out in turn. Its agent leaves its token in the file."""
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": event_ports.endpoint,
+        "replay_endpoint": event_ports.replay_endpoint,
+    }
     environment = {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_SERVER_DEV_MODE": "1",
@@ -67,6 +101,7 @@ def vllm_spec(settings: EngineSettings, *, number: int, replicas: int, port: int
     arguments = ["--model", str(settings.model), "--served-model-name", settings.base_name, *_shared(settings, port)]
     arguments += ["--enable-lora", "--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"]
     arguments += ["--lora-target-modules", *settings.lora_target_modules]
+    arguments += ["--kv-events-config", json.dumps(events)]
     arguments += ["--middleware", "adaptersync.engine.door.Door", "--worker-extension-cls", WORKER_EXTENSION]
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
@@ -86,17 +121,26 @@ def vllm_spec(settings: EngineSettings, *, number: int, replicas: int, port: int
 
 
 def simulator_spec(
-    settings: EngineSettings, *, number: int, port: int, token_file: Path | None, mount: Mount | None = None
+    settings: EngineSettings,
+    *,
+    number: int,
+    port: int,
+    token_file: Path | None,
+    mount: Mount | None = None,
+    event_ports: EventPorts | None = None,
 ) -> Spec:
     """The simulator takes the model's sizes from its directory, and a byte for a token.
 
-    Without a token file nobody is kept out. `mount` is how it reads adapters, if not as they lie on the disk.
+    Without a token file nobody is kept out, without ports nothing is said of the cache.
+    `mount` is how it reads adapters, if not as they lie on the disk.
     """
     arguments = ["--model", settings.base_name, "--base-model-dir", str(settings.model)]
     arguments += [*_shared(settings, port), "--block-size", str(CPU_BLOCK)]
     arguments += ["--worker-extension-cls", WORKER_EXTENSION]
     if token_file is not None:
         arguments += ["--token-file", str(token_file)]
+    if event_ports is not None:
+        arguments += ["--kv-events-endpoint", event_ports.endpoint, "--kv-replay-endpoint", event_ports.replay_endpoint]
     if mount is not None:
         arguments += ["--mount", msgspec.json.encode(mount).decode()]
     return Spec(name=f"engine-{number}", command=python("adaptersync_tools.simulator", *arguments), tier=ENGINE_TIER)

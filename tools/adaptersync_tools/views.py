@@ -13,7 +13,7 @@ from msgspec import Struct
 from adaptersync.coordinator.membership import slots_of
 from adaptersync_core.keys import TRAINER_ALIVE_S
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.records import Ack, Fleet, RunRecord, SeenReplica
+from adaptersync_core.records import Ack, CacheReport, Fleet, RunRecord, SeenReplica
 from adaptersync_core.rollouts import UNKNOWN, Row
 from adaptersync_core.table import Member, RunEntry
 from adaptersync_tools.waits import WaitView
@@ -37,6 +37,7 @@ class ReplicaView(Struct, frozen=True, kw_only=True):
     url: str
     engine: str
     engine_epoch: str
+    cache: CacheReport = CacheReport()
 
 
 class RunView(Struct, frozen=True, kw_only=True):
@@ -203,6 +204,7 @@ def _replicas(fleet: Fleet) -> Iterator[ReplicaView]:
             url=member.url if member else seen.report.url if seen else "",
             engine=seen.report.engine if seen else "",
             engine_epoch=epoch,
+            cache=seen.report.cache if seen else CacheReport(),
         )
 
 
@@ -230,6 +232,14 @@ def _run(fleet: Fleet, run: str) -> RunView:
         trainer=trainer,
         heard_s=heard_s,
     )
+
+
+def followed(cache: CacheReport) -> str:
+    """What routers know of a replica's cache, in a few words."""
+    if not cache.followed:
+        return "as routed"
+    lost = f", {cache.losses} lost" if cache.losses else ""
+    return f"{cache.blocks} blocks, {duration(cache.lag_s)}{lost}"
 
 
 def _trainer(known: RunRecord | None, now: float) -> tuple[str, float | None]:

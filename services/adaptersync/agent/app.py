@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from adaptersync.agent.engine import Engine
+from adaptersync.agent.kv_follow import Follower
 from adaptersync.agent.prove import Prover
 from adaptersync.agent.reconcile import plan
 from adaptersync.agent.staging import Staging
@@ -22,7 +23,7 @@ from adaptersync_core.keys import Keys
 from adaptersync_core.lane import ANSWER_S, FastLane
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.records import Ack, Fault, ReplicaReport
+from adaptersync_core.records import Ack, CacheReport, Fault, ReplicaReport
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.store import ArtifactStore, Reader
@@ -48,9 +49,19 @@ async def _stand_beside(config: Config, mount: Reader | None = None) -> None:
     client = RedisClient(config.redis.control_url, name=config.agent.name)
     cache_url = config.redis.cache_url or config.redis.control_url
     cache = RedisClient(cache_url, name=config.agent.name, timeout_s=ANSWER_S, text=False)
+    ownership = RedisClient(cache_url, name=config.agent.name, timeout_s=ANSWER_S)
     async with VllmClient(config.agent.engine_url, token=new_token(config.agent.token_file)) as vllm:
         lane = FastLane(cache, keys, limit_bytes=config.redis.lane_bytes)
-        agent = Agent(config, Registry(client, keys), vllm, lane, mount)
+        follows = config.agent.kv_events == "auto"
+        follower = Follower(
+            vllm,
+            ownership,
+            keys,
+            replica=config.agent.name,
+            depth=config.router.blocks_per_request,
+            limit=config.router.blocks_per_version,
+        )
+        agent = Agent(config, Registry(client, keys), vllm, lane, mount, follower if follows else None)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(
@@ -59,19 +70,28 @@ async def _stand_beside(config: Config, mount: Reader | None = None) -> None:
                     )
                 )
                 tasks.create_task(agent.observe())
+                if follows:
+                    tasks.create_task(follower.run())
                 await agent.reconcile()
         finally:
             await agent.leave()
             await agent.close()
             await client.close()
             await cache.close()
+            await ownership.close()
 
 
 class Agent:
     """One replica's agent. `loaded` is what the engine listed when it was last looked at."""
 
     def __init__(
-        self, config: Config, registry: Registry, vllm: VllmClient, lane: FastLane, mount: Reader | None = None
+        self,
+        config: Config,
+        registry: Registry,
+        vllm: VllmClient,
+        lane: FastLane,
+        mount: Reader | None,
+        follower: Follower | None,
     ) -> None:
         self._config = config
         self._settings = config.agent
@@ -80,6 +100,7 @@ class Agent:
         self._staging = Staging(Path(config.agent.stage_path), self._store, lane)
         self._engine = Engine(vllm, self._staging.root)
         self._prover = Prover(vllm, self._engine, self._staging.root, timeout_s=config.proof.timeout_s)
+        self._follower = follower
         self._busy: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, float] = {}
         self._loaded: list[str] = []
@@ -123,7 +144,10 @@ class Agent:
             draining=draining,
             engine=f"vllm {facts.version}",
             host=socket.gethostname(),
+            cache=self._follower.report() if self._follower else CacheReport(why="agent.kv_events is off"),
         )
+        if self._follower:
+            self._follower.see(self._engine.epoch, facts.base_model)
         await self._registry.report_replica(self._settings.name, report)
         if before != self._engine.epoch:
             self._refused.clear()  # another life, another chance
@@ -144,6 +168,8 @@ class Agent:
         if not table.generation or table.generation < self._generation:
             return  # no table, or an older one, no orders: unloading would be the wrong reading of a lost Redis
         self._generation = table.generation
+        if self._follower:
+            self._follower.serve(table.versions)
         busy = set(self._busy)  # before the acks are read: what ends meanwhile is left for the next look
         self._loaded = await self._engine.loaded()
         now = time.monotonic()

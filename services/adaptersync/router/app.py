@@ -23,11 +23,13 @@ from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
 from adaptersync.router.ownership import Ownership
 from adaptersync.router.paths import Paths
+from adaptersync.router.prompts import Reader
 from adaptersync.router.proxy import CHAT, Proxy
 from adaptersync.router.report import Reporter
 from adaptersync.router.server import Limits, Server
 from adaptersync.router.status import Status
 from adaptersync.router.table import TableView
+from adaptersync.router.tokenizer import load
 from adaptersync.router.workers import Shares, reserved, run
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
@@ -107,6 +109,8 @@ async def _serving(
     rows = Pipe(config.redis.control_url, name=name, timeout_s=ROWS_TIMEOUT_S)
     for pipe in (rows, cache):
         opened.push_async_callback(pipe.close)
+    reader = Reader(await load(settings.tokenizer) if settings.tokenizer else None)
+    opened.callback(reader.close)
     connections = Connections(
         connect_timeout_s=settings.connect_timeout_s,
         request_timeout_s=settings.request_timeout_s,
@@ -145,6 +149,7 @@ async def _serving(
         settings=settings,
         connections=connections,
         view=view,
+        reader=reader,
         admission=admission,
         ownership=ownership,
         attempts=attempts,

@@ -9,12 +9,14 @@ from __future__ import annotations
 import msgspec
 from msgspec import Raw, Struct
 
-from adaptersync.router.tokens import NOTHING
 from adaptersync_core.errors import Unroutable
 
+NOTHING = Raw()  # a field that was not given
+NULL = (NOTHING, Raw(b"null"))
+YES, NO = Raw(b"true"), Raw(b"false")
+
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
-_OFF = (NOTHING, Raw(b"null"), Raw(b"false"))  # anything else vLLM may read as true
-_NONE = _OFF[:2]
+_OFF = (*NULL, NO)  # anything else vLLM may read as true
 
 
 class Asked(Struct, frozen=True):
@@ -30,6 +32,19 @@ class Asked(Struct, frozen=True):
     kv_transfer_params: Raw = NOTHING
     ec_transfer_params: Raw = NOTHING
     vllm_xargs: Raw = NOTHING
+    n: Raw = NOTHING
+    best_of: Raw = NOTHING
+    suffix: Raw = NOTHING
+    truncate_prompt_tokens: Raw = NOTHING
+    add_special_tokens: Raw = NOTHING
+    add_generation_prompt: Raw = NOTHING
+    continue_final_message: Raw = NOTHING
+    chat_template: Raw = NOTHING
+    chat_template_kwargs: Raw = NOTHING
+    reasoning_effort: Raw = NOTHING
+    documents: Raw = NOTHING
+    tools: Raw = NOTHING
+    tool_choice: Raw = NOTHING
 
 
 def check(asked: Asked, *, chat: bool, scoring: bool) -> None:
@@ -46,7 +61,7 @@ def check(asked: Asked, *, chat: bool, scoring: bool) -> None:
             next_step="leave it out; or, if no replica has LoRA there, set router.prompt_logprobs",
             field=field,
         )
-    if asked.prompt_embeds not in _NONE:
+    if asked.prompt_embeds not in NULL:
         raise Unroutable(
             "embeddings are not taken for a prompt: those of another shape than the model's end a vLLM",
             status=400,
@@ -67,17 +82,17 @@ def _scores(asked: Asked, *, chat: bool) -> str:
 
     With `echo` vLLM takes the number for the answer as the prompt's, too; a chat always has one.
     """
-    if asked.prompt_logprobs not in _NONE:
+    if asked.prompt_logprobs not in NULL:
         return "prompt_logprobs"
     if asked.echo in _OFF:
         return ""
-    return "echo" if chat or asked.logprobs not in _NONE else ""
+    return "echo" if chat or asked.logprobs not in NULL else ""
 
 
 def _transfers(asked: Asked) -> list[str]:
     """Fields, or keys of `vllm_xargs`, that tell of caches elsewhere."""
-    found = [name for name in _TRANSFERS if getattr(asked, name) not in _NONE]
-    if asked.vllm_xargs not in _NONE:
+    found = [name for name in _TRANSFERS if getattr(asked, name) not in NULL]
+    if asked.vllm_xargs not in NULL:
         try:
             more = msgspec.json.decode(asked.vllm_xargs, type=dict[str, Raw])
         except msgspec.DecodeError:  # the replica will say so

@@ -25,6 +25,7 @@ _COARSE = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 1
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "requests": ("Requests by how they ended", ("outcome", "status")),
     "routed": ("Choices of a replica", ("routing", "replica")),
+    "prompts": ("Prompts by how they were read, and why not by tokens", ("read", "reason")),
     "retries": ("Requests sent to another replica", ("reason",)),
     "missing_version": ("Replicas that lacked a version they should hold", ("replica",)),
     "cached_tokens": ("Prompt tokens that replicas report as cached", ()),
@@ -37,7 +38,7 @@ HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "total_seconds": ("From request to last byte", _COARSE),
 }
 GAUGES: Mapping[str, tuple[str, tuple[str, ...], Callable[[Iterable[float]], float]]] = {
-    "inflight": ("Requests of this router at a replica", ("replica",), sum),
+    "inflight": ("Sequences of this router at a replica", ("replica",), sum),
     "held": ("Requests held for a version", (), sum),
     "connections": ("Connections of clients", (), sum),
     "table_generation": ("Generation of the table served", (), min),

@@ -28,10 +28,10 @@ from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
 from adaptersync.router.ownership import Ownership
+from adaptersync.router.prompts import Prompts, Reader
 from adaptersync.router.resolve import RETRY_S, Target
 from adaptersync.router.server import ClientGone, Pair, Reply, Request
 from adaptersync.router.table import TableView
-from adaptersync.router.tokens import routing_tokens
 from adaptersync.router.upstream import answer_headers, request_headers
 from adaptersync.router.usage import TAIL_BYTES, read_usage
 from adaptersync_core import headers
@@ -67,6 +67,7 @@ class Proxy:
         settings: RouterSection,
         connections: Connections,
         view: TableView,
+        reader: Reader,
         admission: Admission,
         ownership: Ownership,
         attempts: Attempts,
@@ -78,6 +79,7 @@ class Proxy:
         self._settings = settings
         self._connections = connections
         self._view = view
+        self._reader = reader
         self._admission = admission
         self._ownership = ownership
         self._attempts = attempts
@@ -145,8 +147,8 @@ class Proxy:
                 if asked.model and asked.model != target.model:
                     body = _rename(body, target.model)
                 # what is not generated leaves nothing in a replica's cache
-                hashes = self._hashes(target, asked) if generates else ()
-                return await self._dispatch(request, call, target, body, hashes)
+                prompts = await self._prompts(asked, chat=request.path == CHAT) if generates else Prompts()
+                return await self._dispatch(request, call, target, body, prompts)
             finally:
                 self._at_replicas -= 1
         finally:
@@ -160,15 +162,22 @@ class Proxy:
         except (msgspec.DecodeError, RecursionError) as error:
             raise Unroutable(f"request body is not what it should be: {error}", status=400) from error
 
-    def _hashes(self, target: Target, asked: Asked) -> list[str]:
-        blocks, size = self._settings.blocks_per_request, self._view.block_size
-        tokens, by_bytes = routing_tokens(asked.prompt, asked.messages, limit=blocks * size)
-        return block_hashes(target.model, tokens, size, blocks, by_bytes=by_bytes)
+    async def _prompts(self, asked: Asked, *, chat: bool) -> Prompts:
+        limit = self._settings.blocks_per_request * self._view.block_size
+        prompts = await self._reader.read(asked, chat=chat, limit=limit)
+        self._metrics.count("prompts", prompts.first.read, prompts.first.reason)
+        return prompts
 
     async def _dispatch(
-        self, request: Request, call: Call, target: Target, body: bytes, hashes: Sequence[str]
+        self, request: Request, call: Call, target: Target, body: bytes, prompts: Prompts
     ) -> Reply | None:
         """Try replicas until one answers, or nobody is left."""
+        blocks, size = self._settings.blocks_per_request, self._view.block_size
+        chains = [
+            block_hashes(target.model, looked.tokens, size, blocks, by_bytes=looked.read == "bytes")
+            for looked in prompts.looked
+        ]
+        hashes: Sequence[str] = chains[0] if chains else ()
         sent = request_headers(request, call.request_id.encode())
         turn = int(hashes[-1][:7], 16) if hashes else self._count
         tried: set[str] = set()
@@ -182,8 +191,12 @@ class Proxy:
             if not candidates:
                 break
             call.attempts += 1
-            choice = call.choice = await self._ownership.choose(target.model, hashes, candidates, turn)
+            choice = call.choice = await self._ownership.choose(
+                target.model, hashes, candidates, turn, prompts.weight, prompts.alike
+            )
             try:
+                if len(chains) > 1:
+                    await self._ownership.note(target.model, chains[1:], choice)
                 call.route_s = (call.route_s or 0.0) + time.monotonic() - now
                 self._metrics.count("routed", choice.outcome, choice.replica)
                 last = left == 0 or len(candidates) == 1

@@ -182,6 +182,18 @@ async def test_sequences_are_counted_and_given_back(cache_url: str) -> None:
     await pipe.close()
 
 
+async def test_a_router_that_is_alone_counts_sequences_too() -> None:
+    pipe = Pipe("redis://127.0.0.1:1", name="test", timeout_s=0.1)
+    ownership = Ownership(pipe, Keys("test"), router="left", policy="threshold", spill=2, blocks_per_version=1000)
+    first = await ownership.choose(V1, (), ("r0", "r1"), 0, weight=8, alike=8)
+    await ownership.note(V1, (("a" * 16,),), first)  # nobody to tell
+    assert (first.outcome, first.replica, ownership.inflight["r0"]) == ("local", "r0", 8)
+    assert (await ownership.choose(V1, (), ("r0", "r1"), 0)).replica == "r1"  # its home is too far ahead
+    ownership.release(first)
+    assert ownership.inflight["r0"] == 0
+    await pipe.close()
+
+
 async def test_two_routers_expect_the_same(cache_url: str) -> None:
     """Each group split over both, shuffled; what one of them is promised, the other keeps."""
     keys, pipes = Keys("test"), [Pipe(cache_url, name="test", timeout_s=5.0) for _ in range(2)]

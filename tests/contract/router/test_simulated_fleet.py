@@ -72,6 +72,25 @@ async def test_what_comes_through_is_what_the_replica_says(
         assert through.json["model"] == V1
 
 
+async def test_a_batch_comes_back_whole_and_with_what_was_asked_of_it(
+    fleet: Fleet, urls: dict[str, str], engines: dict[str, Engine]
+) -> None:
+    await fleet.tables.write({V1: "current"}, urls, block_size=BLOCK_SIZE)
+    fields: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "seed": 7, "n": 2, "echo": True}
+    batch = ["one text", "and another"]
+    async with fleet.router():
+        through = await fleet.complete("run-a", batch, **fields)
+        direct = await asyncio.to_thread(engines["replica-0"].complete, V1, batch, **fields)
+        assert through.json["choices"] == direct["choices"]
+        assert [choice["index"] for choice in direct["choices"]] == [0, 1, 2, 3]
+        stream = await fleet.complete("run-a", batch, **fields, stream=True, stream_options={"include_usage": True})
+        events = [orjson.loads(line[6:]) for line in stream.body.split(b"\n\n") if line[6:] not in (b"", b"[DONE]")]
+        assert {choice["index"] for event in events for choice in event["choices"]} == {0, 1, 2, 3}
+        assert events[-1]["usage"]["completion_tokens"] == 4 * 4
+        rows = await fleet.rows(2)
+        assert {row["completion_tokens"] for row in rows} == {"16"}
+
+
 async def test_a_chat_streams_to_its_end(fleet: Fleet, urls: dict[str, str]) -> None:
     await fleet.tables.write({V1: "current"}, urls, block_size=BLOCK_SIZE)
     body = {"model": "run-a", "messages": [{"role": "user", "content": "12 + 30"}], "max_tokens": 6, "stream": True}

@@ -31,6 +31,8 @@ def another(key: str, value: Any) -> tuple[Any, Any]:
         return ("below noise",), ("proved", "not probed")
     if key == "when_spool_full":
         return "serve", "refuse"
+    if key == "kv_events":
+        return "off", "auto"
     if key == "policy":
         return "threshold", "promise"
     if key in ("control_url", "cache_url"):

@@ -9,17 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptersync.router.tokens import NOTHING, routing_tokens
+from adaptersync.router.asked import Asked
+from adaptersync.router.prompts import Looked, Reader
 from adaptersync.router.usage import NO_USAGE, TAIL_BYTES, Usage, read_usage
 from adaptersync_core.blocks import BY_BYTES, block_hashes
 
 
+def read(raw: bytes, *, chat: bool = False, limit: int = 10_000) -> Looked:
+    asked = Asked(messages=msgspec.Raw(raw)) if chat else Asked(prompt=msgspec.Raw(raw))
+    return Reader(None).read_now(asked, chat=chat, limit=limit).first
+
+
 def of_prompt(prompt: object, limit: int = 10_000) -> list[int]:
-    return list(routing_tokens(msgspec.Raw(json.dumps(prompt).encode()), NOTHING, limit=limit)[0])
+    return list(read(json.dumps(prompt).encode(), limit=limit).tokens)
 
 
 def of_chat(messages: object, limit: int = 10_000) -> list[int]:
-    return list(routing_tokens(NOTHING, msgspec.Raw(json.dumps(messages).encode()), limit=limit)[0])
+    return list(read(json.dumps(messages).encode(), chat=True, limit=limit).tokens)
 
 
 def test_token_ids_are_taken_as_they_are() -> None:
@@ -58,16 +64,15 @@ def test_a_conversation_begins_like_its_continuation() -> None:
     [b'[{"content": 1e999}]', b'[{"content": %d}]' % 10**30, b"[" * 300 + b"]" * 300, b"[" * 5000 + b"]" * 5000],
 )
 def test_what_no_number_or_no_stack_can_hold_gives_nothing(messages: bytes) -> None:
-    assert routing_tokens(NOTHING, msgspec.Raw(messages), limit=100)[0] == ()
-    nested = messages.replace(b'{"content": ', b"[").replace(b"}", b"]")
-    assert routing_tokens(msgspec.Raw(nested), NOTHING, limit=100)[0] == ()
+    assert read(messages, chat=True).tokens == ()
+    assert read(messages.replace(b'{"content": ', b"[").replace(b"}", b"]")).tokens == ()
 
 
-@pytest.mark.parametrize(("prompt", "by_bytes"), [([7], False), ([[7]], False), ("seven", True), (["seven"], True)])
-def test_what_stands_for_text_says_so(prompt: object, by_bytes: bool) -> None:
+@pytest.mark.parametrize(("prompt", "how"), [([7], "ids"), ([[7]], "ids"), ("seven", "bytes"), (["seven"], "bytes")])
+def test_what_stands_for_text_says_so(prompt: object, how: str) -> None:
     """An agent must not hold what its engine never speaks of against it."""
-    assert routing_tokens(msgspec.Raw(json.dumps(prompt).encode()), NOTHING, limit=9)[1] == by_bytes
-    assert routing_tokens(NOTHING, msgspec.Raw(b"[]"), limit=9)[1]
+    assert read(json.dumps(prompt).encode()).read == how
+    assert read(b"[]", chat=True).read == "bytes"
     assert block_hashes("v", [1], 1, 1, by_bytes=True) == [block_hashes("v", [1], 1, 1)[0] + BY_BYTES]
 
 

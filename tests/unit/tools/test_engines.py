@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from adaptersync.engine.audit import Auditor
 from adaptersync.engine.door import TOKEN_FILE, Door
-from adaptersync_tools.engines import EngineSettings, simulator_spec, vllm_spec
+from adaptersync_tools.engines import EngineSettings, EventPorts, simulator_spec, vllm_spec
 
+EVENTS = EventPorts(events=9101, replay=9102)
 TOKEN = Path("/state/replica-0.token")
 SETTINGS = EngineSettings(model=Path("/models/tiny"), max_lora_rank=8, max_model_len=128)
 
@@ -17,7 +19,7 @@ def value(command: tuple[str, ...], flag: str) -> str:
 
 
 def test_a_replica_on_a_cpu() -> None:
-    spec = vllm_spec(SETTINGS, number=1, replicas=2, port=9001, gpus=0, token_file=TOKEN)
+    spec = vllm_spec(SETTINGS, number=1, replicas=2, port=9001, gpus=0, token_file=TOKEN, event_ports=EVENTS)
     assert spec.command[1:3] == ("-m", "vllm.entrypoints.openai.api_server")
     assert value(spec.command, "--model") == "/models/tiny"
     assert value(spec.command, "--served-model-name") == "base"
@@ -30,7 +32,7 @@ def test_a_replica_on_a_cpu() -> None:
 
 
 def test_every_engine_has_our_door_and_our_auditor() -> None:
-    real = vllm_spec(SETTINGS, number=0, replicas=1, port=9001, gpus=1, token_file=TOKEN)
+    real = vllm_spec(SETTINGS, number=0, replicas=1, port=9001, gpus=1, token_file=TOKEN, event_ports=EVENTS)
     assert value(real.command, "--middleware") == f"{Door.__module__}.{Door.__name__}"
     assert value(real.command, "--worker-extension-cls") == f"{Auditor.__module__}.{Auditor.__name__}"
     assert real.environment[TOKEN_FILE] == str(TOKEN)
@@ -41,8 +43,21 @@ def test_every_engine_has_our_door_and_our_auditor() -> None:
     assert value(simulated, "--token-file") == str(TOKEN)
 
 
+def test_every_engine_says_on_the_loopback_what_it_caches() -> None:
+    """To an agent that listens: vLLM connects to an address without a wildcard."""
+    real = vllm_spec(SETTINGS, number=0, replicas=1, port=9001, gpus=1, token_file=TOKEN, event_ports=EVENTS).command
+    simulated = simulator_spec(SETTINGS, number=0, port=9001, token_file=TOKEN, event_ports=EVENTS).command
+    config = json.loads(value(real, "--kv-events-config"))
+    assert config["enable_kv_cache_events"]
+    assert config["endpoint"] == value(simulated, "--kv-events-endpoint") == "tcp://127.0.0.1:9101"
+    assert config["replay_endpoint"] == value(simulated, "--kv-replay-endpoint") == "tcp://127.0.0.1:9102"
+
+
 def test_replicas_share_gpus_in_turn() -> None:
-    specs = [vllm_spec(SETTINGS, number=number, replicas=3, port=9000, gpus=2, token_file=TOKEN) for number in range(3)]
+    specs = [
+        vllm_spec(SETTINGS, number=number, replicas=3, port=9000, gpus=2, token_file=TOKEN, event_ports=EVENTS)
+        for number in range(3)
+    ]
     assert [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["0", "1", "0"]
     assert {value(spec.command, "--gpu-memory-utilization") for spec in specs} == {"0.450"}
     for spec in specs:
@@ -51,7 +66,7 @@ def test_replicas_share_gpus_in_turn() -> None:
 
 
 def test_a_simulated_replica_has_the_same_limits() -> None:
-    real = vllm_spec(SETTINGS, number=0, replicas=1, port=9001, gpus=0, token_file=TOKEN).command
+    real = vllm_spec(SETTINGS, number=0, replicas=1, port=9001, gpus=0, token_file=TOKEN, event_ports=EVENTS).command
     simulated = simulator_spec(SETTINGS, number=0, port=9001, token_file=TOKEN).command
     for flag in ("--max-loras", "--max-cpu-loras", "--max-lora-rank", "--max-model-len", "--block-size", "--port"):
         assert value(simulated, flag) == value(real, flag)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from adaptersync_core.records import Ack, Fleet, ReplicaReport, RouterReport, RunRecord, SeenReplica, SeenRouter
+from adaptersync_core.records import (
+    Ack,
+    CacheReport,
+    Fleet,
+    ReplicaReport,
+    RouterReport,
+    RunRecord,
+    SeenReplica,
+    SeenRouter,
+)
 from adaptersync_core.rollouts import Row
 from adaptersync_core.table import LiveVersion, Member, RunEntry, Table
 from adaptersync_tools import views
@@ -86,6 +95,12 @@ def test_a_whole_fleet_is_healthy() -> None:
     assert (view.runs[0].current, view.runs[0].replicas, view.runs[0].ready) == (V1, 2, 2)
     assert (view.routers[0].behind, view.routers[0].inflight) == (1, 3)
     assert [replica.slots for replica in view.replicas] == [8, 8]  # as the coordinator counts them
+
+
+def test_it_says_whether_a_cache_is_followed() -> None:
+    assert views.followed(CacheReport(why="engine publishes no KV events")) == "as routed"
+    assert views.followed(CacheReport(followed=True, blocks=1200, lag_s=0.061)) == "1200 blocks, 61 ms"
+    assert views.followed(CacheReport(followed=True, losses=2)).endswith(", 2 lost")
 
 
 def test_a_lease_that_was_given_up_ran_out_at_no_time() -> None:

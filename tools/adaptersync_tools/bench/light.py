@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from typing import Self
 
 from aiohttp import web
@@ -34,14 +34,17 @@ PHASES = {
 
 
 class LightFleet:
-    """Replicas of one process: it is busy with all of them, so the server's clock tells better when each has spoken."""
+    """Replicas of one process: it is busy with all of them, so the server's clock tells better when each has spoken.
 
-    def __init__(self, config: Config, replicas: int) -> None:
+    `urls` are where they answer, if it is not here.
+    """
+
+    def __init__(self, config: Config, replicas: int, *, urls: Sequence[str] = ()) -> None:
         self._config = config
         self._client = RedisClient(config.redis.control_url, name="light-replicas")
         self.registry = Registry(self._client, Keys(config.group.name))
         self._names = [f"replica-{number}" for number in range(replicas)]
-        self._url = ""
+        self._urls = dict(zip(self._names, urls, strict=True)) if urls else {}
         self._held: tuple[str, ...] = ()
         self._wanted: list[str] = []
         self._room = asyncio.Semaphore(AT_ONCE)
@@ -52,7 +55,8 @@ class LightFleet:
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._client.close)
-            self._url = await stack.enter_async_context(_upstream())
+            if not self._urls:
+                self._urls = dict.fromkeys(self._names, await stack.enter_async_context(_upstream()))
             group = await stack.enter_async_context(asyncio.TaskGroup())
             url, events = self._config.redis.control_url, self.registry.keys.events
             loops = [
@@ -85,7 +89,7 @@ class LightFleet:
 
     async def _report(self, name: str) -> None:
         report = ReplicaReport(
-            url=self._url,
+            url=self._urls[name],
             base_model=self._config.group.base_model,
             engine_epoch=f"life-of-{name}",
             max_loras=SLOTS,

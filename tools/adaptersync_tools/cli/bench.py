@@ -248,4 +248,67 @@ def policy(as_json: bool, requests: int, rounds: int, spill: int) -> int:
     return simulated.show(simulated.run(settings), as_json=as_json)
 
 
+@bench.command()
+@json_option
+@click.option(
+    "--case",
+    "cases",
+    multiple=True,
+    type=click.Choice(("warmth", "two-routers", "template", "restarted", "killed", "throughput", "added")),
+    help="What to measure; may be given several times.  [default: all]",
+)
+@click.option(
+    "--router",
+    "routers",
+    multiple=True,
+    type=click.Choice(("adaptersync", "vllm-router", "sglang-router", "hf-rule")),
+    help="Whom to measure; may be given several times.  [default: all]",
+)
+@click.option("--seconds", type=click.FloatRange(1, 600), default=8.0, show_default=True, help="Of each load, rounded.")
+@click.option("--repeat", type=click.IntRange(1, 100), default=3, show_default=True, help="How often all is done.")
+@click.option("--vllm-router", type=click.Path(path_type=Path), help="Program of vllm-router.  [default: on PATH]")
+@click.option("--sglang-router", type=click.Path(path_type=Path), help="Program of sglang-router.  [default: on PATH]")
+@keep_option
+def router(
+    as_json: bool,
+    cases: tuple[str, ...],
+    routers: tuple[str, ...],
+    seconds: float,
+    repeat: int,
+    vllm_router: Path | None,
+    sglang_router: Path | None,
+    keep: Path | None,
+) -> int:
+    """Measure our router beside others, in one run.
+
+    Real routers before light replicas of this host: ours with its fleet (Redis servers, coordinator, ledger), with one
+    process and with two; vllm-router 0.1.17 and sglang-router 0.3.2 as they are shipped; and the rule that Hugging Face
+    published. Where requests went, what failed when a replica died, how fast it is and what it costs. All are measured
+    in turn, and repetitions have medians. Needs wrk (Debian package wrk). Others are installed by you, each in an
+    environment of its own; who is missing is reported as missing.
+
+    \b
+    Examples:
+      python3 -m venv peers/vllm-router && peers/vllm-router/bin/pip install vllm-router==0.1.17
+      python3 -m venv peers/sglang-router && peers/sglang-router/bin/pip install sglang-router==0.3.2
+      adaptersync bench router --vllm-router peers/vllm-router/bin/vllm-router \\
+        --sglang-router peers/sglang-router/bin/sglang-router    # about half an hour
+      adaptersync bench router --case throughput --router adaptersync --json
+    """
+    from adaptersync_tools.bench.routers import run as measured
+    from adaptersync_tools.bench.routers.report import show as show_routers
+
+    programs = {"vllm-router": vllm_router, "sglang-router": sglang_router}
+    settings = measured.Settings(
+        seconds=seconds,
+        repeat=repeat,
+        cases=cases,
+        routers=routers,
+        programs={name: path for name, path in programs.items() if path is not None},
+    )
+    with workplace(keep) as (directory, narrator):
+        result = measured.run(settings, directory, narrator)
+    return show_routers(result, as_json=as_json)
+
+
 COMMANDS = (bench,)

@@ -105,13 +105,17 @@ def _print_status(view: views.StatusView) -> None:
             f"{each.holds}/{each.wanted}",
             each.slots,
             seconds(each.age_s),
+            views.followed(each.cache),
             each.engine,
             each.url,
             each.reason,
         )
         for each in view.replicas
     ]
-    columns: tuple[str, ...] = ("replica!", "state!", "for>", "holds>", "slots>", "heard>", "engine", "url", "why")
+    columns: tuple[str, ...] = (
+        *("replica!", "state!", "for>", "holds>", "slots>", "heard>"),
+        *("cache", "engine", "url", "why"),
+    )
     out.print(table("Replicas", columns, replicas) if replicas else Text("no replicas", "dim"))
     runs = [
         (

@@ -1,0 +1,155 @@
+"""What a request asks to be computed: the prompts that routing looks up, and how many sequences it will be.
+
+A request goes to one replica as a whole. Its first prompt decides which: batches of one kind differ in their ends, and
+those that come again come in the same order. The others are only noted as owned where it went, so that a request for
+one of them alone finds it; as many as `PROMPTS`, and together as many blocks as one prompt may have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import msgspec
+import orjson
+from msgspec import Raw, Struct
+
+from adaptersync.router.asked import NO, NOTHING, NULL, YES, Asked
+from adaptersync.router.chat import Inexact
+from adaptersync.router.tokenizer import Tokenizer
+from adaptersync.router.tokens import chat_bytes, text_bytes, token_ids
+
+PROMPTS = 16  # of one request that are looked at
+WEIGHT = 1024  # sequences that one request counts for: more do not run at once in one engine, whatever is asked for
+INLINE = 4096  # bytes of JSON that are tokenized where they arrive, within a millisecond: a thousand tokens
+THREADS = 2  # for what is longer: up to 30 ms for as much of a prompt as is looked up; Rust lets go of the GIL
+WHOLE = 1 << 20  # bytes of a conversation that is rendered
+
+log = logging.getLogger(__name__)
+
+
+class Looked(Struct, frozen=True, kw_only=True):
+    """One prompt: the numbers to hash, how it was read, and one word why not as the tokens that they will be."""
+
+    tokens: Sequence[int] = ()
+    read: Literal["ids", "tokenizer", "bytes", "nothing"] = "nothing"
+    reason: str = ""
+
+
+NOTHING_READ = Looked()
+
+
+class Prompts(Struct, frozen=True, kw_only=True):
+    """Those `looked` at, the first one first. `alike` of the `weight` sequences are of that one."""
+
+    looked: tuple[Looked, ...] = ()
+    weight: int = 1
+    alike: int = 1
+
+    @property
+    def first(self) -> Looked:
+        return self.looked[0] if self.looked else NOTHING_READ
+
+
+class Reader:
+    """With a tokenizer, or by bytes."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def read(self, asked: Asked, *, chat: bool, limit: int) -> Prompts:
+        """At most `limit` numbers of all prompts together. What is malformed is left to the replica, as no prompt."""
+        size = len(asked.messages) if chat else len(asked.prompt)
+        long = size > INLINE and self._tokenizer is not None and not _is_ids(asked, chat=chat)
+        if not long:
+            return self.read_now(asked, chat=chat, limit=limit)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, lambda: self.read_now(asked, chat=chat, limit=limit)
+        )
+
+    def read_now(self, asked: Asked, *, chat: bool, limit: int) -> Prompts:
+        each = max(_number(asked.n), _number(asked.best_of))
+        try:
+            prompts = _chat(asked) if chat else _prompts(asked.prompt)
+        except (msgspec.DecodeError, RecursionError):  # numbers without bounds, depths without end
+            prompts = []
+        looked: list[Looked] = []
+        seen: list[object] = []
+        for prompt in prompts[:PROMPTS]:
+            if prompt in seen or limit <= 0:
+                continue
+            seen.append(prompt)
+            looked.append(self._look(prompt, asked, chat=chat, limit=limit))
+            limit -= len(looked[-1].tokens)
+        alike = each * prompts.count(prompts[0]) if prompts else each
+        weight = min(each * max(len(prompts), 1), WEIGHT)
+        return Prompts(looked=tuple(looked), weight=weight, alike=min(alike, weight))
+
+    def _look(self, prompt: object, asked: Asked, *, chat: bool, limit: int) -> Looked:
+        if isinstance(prompt, list) and not chat:
+            ids = token_ids(prompt, limit)
+            return Looked(tokens=ids, read="ids") if len(ids) else NOTHING_READ
+        if not chat and not isinstance(prompt, str):
+            return NOTHING_READ
+        reason = "off"
+        if self._tokenizer is not None:
+            try:
+                ids = self._exactly(self._tokenizer, prompt, asked, chat=chat, limit=limit)
+                return Looked(tokens=ids, read="tokenizer")
+            except Inexact as error:
+                reason = error.reason
+            except Exception as error:  # a template is a program, and tokenizers raises just this
+                log.debug("not tokenized: %r", error)
+                reason = "failed"
+        try:
+            numbers = text_bytes(prompt, limit) if isinstance(prompt, str) else chat_bytes(prompt, limit)
+        except (orjson.JSONEncodeError, RecursionError):
+            return NOTHING_READ
+        return Looked(tokens=numbers, read="bytes", reason=reason)
+
+    @staticmethod
+    def _exactly(tokenizer: Tokenizer, prompt: object, asked: Asked, *, chat: bool, limit: int) -> Sequence[int]:
+        if asked.truncate_prompt_tokens not in NULL:
+            raise Inexact("truncated")
+        if asked.add_special_tokens not in (NOTHING, YES, NO):
+            raise Inexact("fields")
+        if chat:
+            if len(asked.messages) > WHOLE:
+                raise Inexact("large")
+            return tokenizer.text(tokenizer.chat(asked), limit, special=asked.add_special_tokens == YES)
+        if asked.suffix not in NULL:
+            raise Inexact("suffix")
+        return tokenizer.text(str(prompt), limit, special=asked.add_special_tokens != NO)
+
+
+def _prompts(raw: Raw) -> list[object]:
+    if raw in NULL:
+        return []
+    value = msgspec.json.decode(raw)
+    batch = isinstance(value, list) and value and isinstance(value[0], str | list)
+    return list(value) if batch else [value]
+
+
+def _chat(asked: Asked) -> list[object]:
+    return [] if asked.messages in NULL else [msgspec.json.decode(asked.messages)]
+
+
+def _is_ids(asked: Asked, *, chat: bool) -> bool:
+    """Whether it looks like token ids, which need no thread."""
+    return not chat and b'"' not in bytes(memoryview(asked.prompt)[:256])
+
+
+def _number(raw: Raw) -> int:
+    if raw in NULL:
+        return 1
+    try:
+        return max(msgspec.json.decode(raw, type=int, strict=False), 1)
+    except msgspec.DecodeError:  # the replica will say so
+        return 1

@@ -1,0 +1,150 @@
+"""All cases, of all parties, in turn: a busy minute of the machine is not one party's alone. Prints nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from adaptersync_core.errors import ConfigError
+from adaptersync_tools.bench.result import Machine, Target, now
+from adaptersync_tools.bench.routers import judge
+from adaptersync_tools.bench.routers.cases import CASES, Case, Figures, Place
+from adaptersync_tools.bench.routers.load import find_wrk
+from adaptersync_tools.bench.routers.parties import ALL, DIRECT, Party, find, version
+from adaptersync_tools.up import Progress
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    """`seconds` of each load; one in which a replica dies takes half as long again. Empty `cases` and `routers`: all.
+
+    `programs` are where peers are, by their program's name; without, they are looked for on PATH.
+    """
+
+    seconds: float = 8.0
+    repeat: int = 3
+    cases: tuple[str, ...] = ()
+    routers: tuple[str, ...] = ()
+    programs: dict[str, Path] = {}
+
+
+class Peer(Struct, frozen=True, kw_only=True):
+    """A program that is not ours. `version` is what was found, `note` why it is missing or another release."""
+
+    name: str
+    program: str
+    version: str
+    note: str = ""
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """One party's in one case; `medians` are of `samples`, one by one. Without samples it was missing."""
+
+    case: str
+    party: str
+    medians: Figures
+    samples: tuple[Figures, ...]
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    """`unjudged`: promises that nothing was measured for, each with the reason."""
+
+    bench: str
+    began_at: str
+    machine: Machine
+    settings: dict[str, int | float | list[str]]
+    peers: tuple[Peer, ...]
+    outcomes: tuple[Outcome, ...]
+    targets: tuple[Target, ...]
+    unjudged: tuple[str, ...]
+
+    @property
+    def kept(self) -> bool:
+        return all(target.kept for target in self.targets)
+
+
+def run(settings: Settings, directory: Path, progress: Progress) -> Result:
+    """Measure; every process that was started has ended when this returns or raises."""
+    began_at, machine = now(), Machine.here()
+    cases = [case for case in CASES if not settings.cases or case.name in settings.cases]
+    chosen = [party for party in ALL if not settings.routers or party.choice in (*settings.routers, "")]
+    find_wrk()
+    if importlib.util.find_spec("uvloop") is None:
+        raise ConfigError("uvloop is missing, with which replicas run", next_step="pip install 'adaptersync[fast]'")
+    programs = {party.name: find(party, settings.programs) for party in chosen}
+    there = [party for party in chosen if party.kind != "peer" or programs[party.name]]
+    found: dict[tuple[str, str], list[Figures]] = {}
+    for number in range(settings.repeat):
+        for case in cases:
+            asked = [party for party in case.parties if party in there]
+            turn = number % len(asked) if asked else 0
+            for party in asked[turn:] + asked[:turn]:
+                place = directory / f"{case.name}-{party.name.replace(' ', '-').replace(',', '')}-{number}"
+                figures = _measure(case, party, programs[party.name], place, settings.seconds, progress)
+                found.setdefault((case.name, party.name), []).append(figures)
+    outcomes = tuple(
+        _outcome(case.name, party, found, [other.name for other in there])
+        for case in cases
+        for party in case.parties
+        if party in chosen
+    )
+    targets, unjudged = judge.promised(
+        {(each.case, each.party): each.samples for each in outcomes}, [case.name for case in cases]
+    )
+    return Result(
+        bench="router",
+        began_at=began_at,
+        machine=machine,
+        settings={
+            "seconds": settings.seconds,
+            "repeat": settings.repeat,
+            "cases": [case.name for case in cases],
+            "parties": [party.name for party in chosen],
+        },
+        peers=_peers(chosen, programs),
+        outcomes=outcomes,
+        targets=targets,
+        unjudged=unjudged,
+    )
+
+
+def _measure(
+    case: Case, party: Party, program: Path | None, directory: Path, seconds: float, progress: Progress
+) -> Figures:
+    what = f"{case.name}: {party.name}"
+    progress.waiting(what)
+    began = time.monotonic()
+    figures = asyncio.run(case.measure(party, Place(directory=directory, program=program, seconds=seconds)))
+    progress.done(what, time.monotonic() - began)
+    return figures
+
+
+def _outcome(case: str, party: Party, found: Mapping[tuple[str, str], list[Figures]], there: Sequence[str]) -> Outcome:
+    samples = found.get((case, party.name), [])
+    base = found.get((case, DIRECT.name), [])
+    if case == "added" and base:
+        samples = [
+            {**each, "added_ms": each["p50_ms"] - direct["p50_ms"]} for each, direct in zip(samples, base, strict=False)
+        ]
+    medians = {name: statistics.median(each[name] for each in samples) for name in (samples[0] if samples else {})}
+    return Outcome(case=case, party=party.name, medians=medians, samples=tuple(samples))
+
+
+def _peers(chosen: Sequence[Party], programs: Mapping[str, Path | None]) -> tuple[Peer, ...]:
+    found = []
+    for party in chosen:
+        if party.kind != "peer":
+            continue
+        program = programs[party.name]
+        if program is None:
+            found.append(Peer(name=party.name, program="", version="", note=f"missing: {party.install}"))
+            continue
+        told = version(program, party.program)
+        note = "" if told == party.version else f"meant to be compared with {party.version}"
+        found.append(Peer(name=party.name, program=party.program, version=told or "unknown", note=note))
+    return tuple(found)

@@ -189,7 +189,8 @@ async def _serving(
             "/v1/models": {"GET": status.models},
             "/health": {"GET": status.health},
             "/metrics": {"GET": status.metrics},
-        }
+        },
+        refused=proxy.refuse,
     )
 
     bell = Bell()
@@ -216,6 +217,7 @@ async def _serving(
                 status.share(),
             )
         )
+        await asyncio.sleep(0)  # they begin: coroutines that are cancelled before would be said to be forgotten
         try:
             yield Serving(url=url, work=work)
         finally:

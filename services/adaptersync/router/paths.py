@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 
 from adaptersync.router.answers import refusal
+from adaptersync.router.resolve import RETRY_S
 from adaptersync.router.server import Refused, Reply, Request
 from adaptersync_core.errors import Unroutable
 
@@ -27,13 +28,15 @@ ENGINE_CALLS = frozenset(
 )
 
 Handler = Callable[[Request], Awaitable[Reply | None]]
+Refuser = Callable[[Request, Unroutable], Reply]
 
 
 class Paths:
-    """The service behind the server: `served` are handlers by method, by path."""
+    """The service behind the server: `served` are handlers by method, by path; `refused` is told of what is none."""
 
-    def __init__(self, served: Mapping[str, Mapping[str, Handler]]) -> None:
+    def __init__(self, served: Mapping[str, Mapping[str, Handler]], refused: Refuser) -> None:
         self._served = served
+        self._refused = refused
 
     async def handle(self, request: Request) -> Reply | None:
         methods = self._served.get(request.path)
@@ -59,10 +62,9 @@ class Paths:
         )
         return refusal(error, status=404)
 
-    def refuse(self, error: Refused) -> Reply:
-        if error.status >= 500:
-            return refusal(Unroutable(error.reason, status=error.status, retry_after_s=1.0), status=error.status)
-        return refusal(Unroutable(error.reason, status=error.status), status=error.status)
+    def refuse(self, request: Request, error: Refused) -> Reply:
+        retry_after_s = RETRY_S if error.status == 503 else None
+        return self._refused(request, Unroutable(error.reason, status=error.status, retry_after_s=retry_after_s))
 
     def _wrong_method(self, request: Request, methods: Mapping[str, Handler]) -> Reply:
         allowed = ", ".join(sorted(methods))

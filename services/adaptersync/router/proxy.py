@@ -101,17 +101,31 @@ class Proxy:
         """POST /tokenize: any replica can; leaves no ledger row, since nothing is generated."""
         return await self._handle(request, generates=False)
 
-    async def _handle(self, request: Request, *, generates: bool) -> Reply | None:
+    def refuse(self, request: Request, error: Unroutable) -> Reply:
+        """What did not arrive as it should is recorded all the same, where it was a rollout."""
+        call = self._call(request, recorded=request.path in ("/v1/completions", CHAT))
+        try:
+            return self._refusal(call, error)
+        finally:
+            self._close(call)
+
+    def _call(self, request: Request, *, recorded: bool) -> Call:
         self._count += 1
-        call = Call(f"{self._prefix}-{self._count:x}", request, recorded=generates, gate=self._opens_gate(request))
+        return Call(f"{self._prefix}-{self._count:x}", request, recorded=recorded, gate=self._opens_gate(request))
+
+    def _refusal(self, call: Call, error: Unroutable) -> Reply:
+        if call.outcome == "ok":
+            call.outcome = "refused"
+        call.status, call.reason = error.status, str(error)
+        self._look_for_void(call)
+        return refusal(error, status=error.status, headers=call.headers())
+
+    async def _handle(self, request: Request, *, generates: bool) -> Reply | None:
+        call = self._call(request, recorded=generates)
         try:
             return await self._serve(request, call, generates=generates)
         except Unroutable as error:
-            if call.outcome == "ok":
-                call.outcome = "refused"
-            call.status, call.reason = error.status, str(error)
-            self._look_for_void(call)
-            return refusal(error, status=error.status, headers=call.headers())
+            return self._refusal(call, error)
         except (asyncio.CancelledError, ClientGone):
             call.outcome, call.status = "stopped" if self.stopping else "client_gone", CLIENT_GONE
             raise

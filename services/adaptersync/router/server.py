@@ -47,6 +47,13 @@ class Reply(Struct, frozen=True):
     body: bytes = b""
 
 
+FAILED = Reply(
+    500,
+    ((b"content-type", b"application/json"),),
+    b'{"error":{"message":"router failed","type":"api_error","code":"internal_error","param":null}}',
+)
+
+
 class ClientGone(ConnectionError):
     """Nobody is there to take the answer."""
 
@@ -65,8 +72,8 @@ class Service(Protocol):
 
     async def handle(self, request: Request) -> Reply | None: ...
 
-    def refuse(self, error: Refused) -> Reply:
-        """The answer to what is no request, or too much of one."""
+    def refuse(self, request: Request, error: Refused) -> Reply:
+        """The answer to what is no request, or too much of one; it is known as far as it was read."""
 
 
 class Request:
@@ -441,7 +448,7 @@ class _Connection(asyncio.Protocol):
         except Exception:
             log.exception("%s %s could not be handled", request.method, request.path[:96])
             if not request.begun:
-                request.answer(self._server.service.refuse(Refused(500, "internal error")))
+                request.answer(FAILED)
         finally:
             self.task = None
             if not request.ended or not request.keeps or self._transport.is_closing():
@@ -474,5 +481,6 @@ class _Connection(asyncio.Protocol):
     def _say(self, error: Refused) -> None:
         self._since = self._server.loop.time()
         if not self._transport.is_closing():
-            Request(self).answer(self._server.service.refuse(error))
+            request = Request(self, target=self._target.decode("latin-1"), headers=self._headers)
+            request.answer(self._server.service.refuse(request, error))
             self._transport.write_eof()

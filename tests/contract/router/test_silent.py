@@ -7,9 +7,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from adaptersync.router import attempts
+from adaptersync.router.server import Request
 from support.router_fleet import V1, V2, Answer, Fleet
 from support.upstreams import Upstream
 from support.wait import wait_until
@@ -201,20 +201,19 @@ async def test_a_stream_whose_head_is_on_its_way_is_not_cut_off_for_that(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody else can be asked any more, and it has not stood still."""
-    preparing, go = asyncio.Event(), asyncio.Event()
-    prepare = web.StreamResponse.prepare
+    writing, go = asyncio.Event(), asyncio.Event()
+    write = Request.write
 
-    async def slow(self: web.StreamResponse, request: web.BaseRequest) -> Any:
-        if "x-adaptersync-replica" in self.headers and request.path == "/v1/completions":
-            preparing.set()
-            await go.wait()
-        return await prepare(self, request)
+    async def slow(self: Request, piece: bytes) -> None:
+        writing.set()
+        await go.wait()
+        await write(self, piece)
 
-    monkeypatch.setattr(web.StreamResponse, "prepare", slow)
+    monkeypatch.setattr(Request, "write", slow)
     await fleet.tables.write({V1: "current"}, fleet.urls)
     async with fleet.router() as url:
         asking = asyncio.create_task(_stream(fleet, url))
-        await preparing.wait()
+        await writing.wait()
         (sender,) = [replica for replica in fleet.replicas.values() if replica.seen]
         await fleet.table({V1: "current"}, members={sender.name: SILENT})
         go.set()

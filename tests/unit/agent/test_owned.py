@@ -254,9 +254,10 @@ async def test_what_an_older_life_left_goes_at_once_and_what_others_own_stays(sh
 async def test_a_note_that_does_not_come_true_is_taken_back_after_a_while_and_a_young_one_is_not(
     share: Share, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    share.route(["00000000000000aa"])
     async with share.kept():
         share.owned.begin()
-        await wait_until(lambda: not share.owned._began)
+        await wait_until(lambda: share.table() == set(), what="the first comparison to be over")
         early, by_bytes = block_hashes(VERSION, [4], 1, 1), block_hashes(VERSION, [5], 1, 1, by_bytes=True)
         assert by_bytes[0].endswith(BY_BYTES)
         share.route([*early, *by_bytes])

@@ -21,6 +21,23 @@ def figures(result: Result, case: str, party: Party) -> Figures:
     return found.medians
 
 
+def test_who_fails_is_said_to(tmp_path: Path) -> None:
+    """And the others are measured all the same."""
+    program = tmp_path / "vllm-router"
+    program.write_text("#!/bin/sh\necho no such flag\nexit 2\n")
+    program.chmod(0o755)
+    settings = Settings(
+        seconds=1, repeat=1, cases=("template",), routers=("vllm-router", "hf-rule"), programs={"vllm-router": program}
+    )
+    result = run(settings, tmp_path, Progress())
+    failed = {outcome.party: outcome.failed for outcome in result.outcomes}
+    assert "no such flag" in failed[VLLM.name]
+    assert failed[RULE.name] == ""
+    assert 25 <= figures(result, "template", RULE)["busiest_percent"] < 100
+    assert all(peer.version == "unknown" for peer in result.peers)
+    assert family(tmp_path) == []
+
+
 async def test_load_is_of_groups(tmp_path: Path) -> None:
     """Before one replica, all but the first of a prompt's completions are warm."""
     replicas = Replicas(tmp_path, 1)

@@ -90,6 +90,11 @@ def test_a_fleet_from_start_to_stop(fleet: Fleet, tmp_path: Path) -> None:
     status = fleet.json("status")
     assert status["healthy"], status["problems"]
     assert [replica["state"] for replica in status["replicas"]] == ["ready", "ready"]
+    wait_until_sync(
+        lambda: all(replica["cache"]["followed"] for replica in fleet.json("status")["replicas"]),
+        timeout_s=READY_S,
+        what="the agents to follow their engines' caches",
+    )
 
     adapter = write_adapter(tmp_path / "adapter", base="base", seed=1)
     published = fleet.json("publish", str(adapter), "--run", "my-run", "--step", "3")

@@ -199,11 +199,11 @@ def test_blocks_are_found_by_the_hashes_that_routers_make_of_prompts(cache: Cach
 
 
 def test_a_block_is_held_until_its_last_copy_is_gone(cache: Cache) -> None:
-    cache.apply(0, [stored(1), stored(1), stored(1, group_idx=1), BlockRemoved(block_hashes=[1])])
-    assert shown(cache) == digests(1)
-    cache.apply(0, [BlockRemoved(block_hashes=[1])])
-    assert shown(cache) == digests(1), "of the other group"
-    cache.apply(0, [BlockRemoved(block_hashes=[1], group_idx=1), BlockRemoved(block_hashes=[1])])
+    gone, gone_of_other_group = BlockRemoved(block_hashes=[1]), BlockRemoved(block_hashes=[1], group_idx=1)
+    for event in (stored(1), stored(1), gone, stored(1, group_idx=1), gone):
+        cache.apply(0, [event])
+        assert shown(cache) == digests(1)
+    cache.apply(0, [gone_of_other_group])
     assert shown(cache) == set()
 
 

@@ -209,6 +209,9 @@ async def test_what_is_not_understood_ends_it_until_the_next_life(
 
     with caplog.at_level(logging.ERROR):
         await wait_until(given_up)
+    await world.follower._owned._compare("base", at_once=True)
+    await world.follower._owned.flush()
+    assert world.table() == {noted}
     assert "not understood" in world.follower.report().why
     assert len([one for one in caplog.records if one.levelno == logging.ERROR]) == 1
     world.follower.see("another life", "base")

@@ -103,6 +103,40 @@ def test_the_script_agrees_with_sets(server: redis.Redis) -> None:
         assert kept == {block: owners for block, owners in truth.items() if owners}
 
 
+def route(
+    server: redis.Redis, hashes: Sequence[str], candidates: Sequence[str] = ("r1", "r2", "r3")
+) -> tuple[str, str]:
+    """As routers choose; nothing stays in flight."""
+    keys = (OWNED, KEYS.inflight, KEYS.promises(VERSION), KEYS.repeats("run-a"))
+    settings = ("promise", 8, 0, 1000, 60, 60, 60, 60, 1, 1)
+    arguments: tuple[str | int, ...] = ("left", *settings, len(candidates), *candidates, *hashes)
+    replica, outcome, _ = server.eval(Script("route").source, len(keys), *keys, *arguments)
+    server.delete(KEYS.inflight, KEYS.promises(VERSION))
+    return str(replica), str(outcome)
+
+
+def test_routers_believe_the_engines(server: redis.Redis) -> None:
+    prompt = block_hashes(VERSION, [1, 2, 3], 1, 9)
+    assert route(server, prompt) == ("r1", "cold")
+    tell(server, prompt, replica="r1")
+    assert route(server, prompt) == ("r1", "affinity")
+    tell(server, [], prompt, replica="r1")
+    tell(server, prompt[:2], replica="r2")
+    assert route(server, prompt) == ("r2", "affinity"), "evicted on one, computed by another"
+    tell(server, [], prompt, replica="r2")
+    assert route(server, prompt)[1] == "cold"
+
+
+def test_answers_do_not_make_boilerplate_of_their_prompt(server: redis.Redis) -> None:
+    """Engines cache answers, too: many of one prompt, which must not count as many prompts of one beginning."""
+    prompt = block_hashes(VERSION, [1, 2], 1, 9)
+    for answer in range(5):
+        tell(server, block_hashes(VERSION, [1, 2, 10 + answer], 1, 9), replica="r3")
+    longer = block_hashes(VERSION, [1, 2, 12, 7], 1, 9)
+    assert route(server, prompt) == ("r3", "affinity")
+    assert route(server, longer) == ("r3", "affinity")
+
+
 # the table as an agent keeps it
 
 
@@ -220,9 +254,10 @@ async def test_what_an_older_life_left_goes_at_once_and_what_others_own_stays(sh
 async def test_a_note_that_does_not_come_true_is_taken_back_after_a_while_and_a_young_one_is_not(
     share: Share, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    share.route(["00000000000000aa"])
     async with share.kept():
         share.owned.begin()
-        await wait_until(lambda: not share.owned._began)
+        await wait_until(lambda: share.table() == set(), what="the first comparison to be over")
         early, by_bytes = block_hashes(VERSION, [4], 1, 1), block_hashes(VERSION, [5], 1, 1, by_bytes=True)
         assert by_bytes[0].endswith(BY_BYTES)
         share.route([*early, *by_bytes])

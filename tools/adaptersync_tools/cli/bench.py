@@ -16,6 +16,8 @@ from adaptersync_tools.output import Narrator, console
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - below it, in a directory of our own
 
+PROGRAM = click.Path(exists=True, dir_okay=False, executable=True, path_type=Path)
+
 keep_option = click.option(
     "--keep",
     type=click.Path(file_okay=False, path_type=Path),
@@ -266,8 +268,8 @@ def policy(as_json: bool, requests: int, rounds: int, spill: int) -> int:
 )
 @click.option("--seconds", type=click.FloatRange(1, 600), default=8.0, show_default=True, help="Of each load, rounded.")
 @click.option("--repeat", type=click.IntRange(1, 100), default=3, show_default=True, help="How often all is done.")
-@click.option("--vllm-router", type=click.Path(path_type=Path), help="Program of vllm-router.  [default: on PATH]")
-@click.option("--sglang-router", type=click.Path(path_type=Path), help="Program of sglang-router.  [default: on PATH]")
+@click.option("--vllm-router", type=PROGRAM, help="Program of vllm-router.  [default: on PATH]")
+@click.option("--sglang-router", type=PROGRAM, help="Program of sglang-router.  [default: on PATH]")
 @keep_option
 def router(
     as_json: bool,
@@ -305,6 +307,7 @@ def router(
         cases=cases,
         routers=routers,
         programs={name: path for name, path in programs.items() if path is not None},
+        keep=keep is not None,
     )
     with workplace(keep) as (directory, narrator):
         result = measured.run(settings, directory, narrator)

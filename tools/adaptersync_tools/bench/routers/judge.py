@@ -62,12 +62,15 @@ def _all(case: str, figure: str, party: Party = OURS) -> Value:
     return lambda found: sum(_series(found, case, party, figure))
 
 
+# Of two that were measured in turn, the median of what each repetition says: the machine may have been another in each.
+
+
 def _fewer_warm(found: Samples) -> float:
-    return _median("warmth", "warm_percent")(found) - _median("two-routers", "warm_percent")(found)
+    one, two = (_series(found, case, OURS, "warm_percent") for case in ("warmth", "two-routers"))
+    return statistics.median(alone - split for alone, split in zip(one, two, strict=True))
 
 
 def _rate(found: Samples) -> float:
-    """The median of what each repetition says: the machine may have been another in each."""
     ours, theirs = (_series(found, "throughput", party, "requests_per_s") for party in (OURS_TWO, VLLM))
     return statistics.median(our / their for our, their in zip(ours, theirs, strict=True))
 

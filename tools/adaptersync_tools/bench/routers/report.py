@@ -27,6 +27,9 @@ def show(result: Result, *, as_json: bool) -> int:
         mark, style = ("✓", "green") if target.kept else ("✗", "bold red")
         value, bound = f"{target.value:.4g} {target.unit}", f"{target.kind} {target.bound:g}"
         out.print(Text.assemble((f"{mark} ", style), f"{target.name}  ", (value, "bold"), (f"  ({bound})", "dim")))
+    for outcome in result.outcomes:
+        if outcome.failed and outcome.failed != "missing":
+            out.print(Text.assemble(("! ", "yellow"), f"{outcome.case}: {outcome.party}: {outcome.failed}"))
     for promise in result.unjudged:
         out.print(Text.assemble(("? ", "yellow"), promise))
     return 0 if result.kept else 1
@@ -34,7 +37,7 @@ def show(result: Result, *, as_json: bool) -> int:
 
 def _row(case: Case, outcome: Outcome) -> tuple[str, ...]:
     if not outcome.samples:
-        return (outcome.party, "missing", *[""] * (len(case.shown) - 1))
+        return (outcome.party, outcome.failed.partition(":")[0], *[""] * (len(case.shown) - 1))
     cells = (outcome.medians.get(name) for name, _, _ in case.shown)
     formats = (how for _, _, how in case.shown)
     return (

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import logging
+import re
+import shutil
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import aiohttp
 from msgspec import Struct
 
-from adaptersync_core.errors import ConfigError
+from adaptersync_core.errors import AdapterSyncError, ConfigError
 from adaptersync_tools.bench.result import Machine, Target, now
 from adaptersync_tools.bench.routers import judge
-from adaptersync_tools.bench.routers.cases import CASES, Case, Figures, Place
+from adaptersync_tools.bench.routers.cases import CASES, LONGER, Case, Figures, Place
 from adaptersync_tools.bench.routers.load import find_wrk
-from adaptersync_tools.bench.routers.parties import ALL, DIRECT, Party, find, version
+from adaptersync_tools.bench.routers.parties import ALL, DIRECT, OURS, Party, find, version
 from adaptersync_tools.up import Progress
+
+AROUND_S = 240.0  # for starting and stopping a party, which each have shorter limits of their own
+
+log = logging.getLogger(__name__)
 
 
 class Settings(Struct, frozen=True, kw_only=True):
     """`seconds` of each load; one in which a replica dies takes half as long again. Empty `cases` and `routers`: all.
 
-    `programs` are where peers are, by their program's name; without, they are looked for on PATH.
+    `programs` are where peers are, by their program's name; without, they are looked for on PATH. `keep`: what fleets
+    wrote stays when they are measured.
     """
 
     seconds: float = 8.0
@@ -31,6 +40,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     cases: tuple[str, ...] = ()
     routers: tuple[str, ...] = ()
     programs: dict[str, Path] = {}
+    keep: bool = False
 
 
 class Peer(Struct, frozen=True, kw_only=True):
@@ -43,12 +53,13 @@ class Peer(Struct, frozen=True, kw_only=True):
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """One party's in one case; `medians` are of `samples`, one by one. Without samples it was missing."""
+    """One party's in one case; `medians` are of `samples`, one by one. Without samples, `failed` says why."""
 
     case: str
     party: str
     medians: Figures
     samples: tuple[Figures, ...]
+    failed: str = ""
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -65,7 +76,10 @@ class Result(Struct, frozen=True, kw_only=True):
 
     @property
     def kept(self) -> bool:
-        return all(target.kept for target in self.targets)
+        """Where ours could not be measured, nothing is kept; what nobody else was there for is not judged."""
+        ours = {party.name for party in ALL if party.choice == OURS.choice}
+        failed = any(outcome.failed for outcome in self.outcomes if outcome.party in ours)
+        return not failed and all(target.kept for target in self.targets)
 
 
 def run(settings: Settings, directory: Path, progress: Progress) -> Result:
@@ -77,18 +91,33 @@ def run(settings: Settings, directory: Path, progress: Progress) -> Result:
     if importlib.util.find_spec("uvloop") is None:
         raise ConfigError("uvloop is missing, with which replicas run", next_step="pip install 'adaptersync[fast]'")
     programs = {party.name: find(party, settings.programs) for party in chosen}
-    there = [party for party in chosen if party.kind != "peer" or programs[party.name]]
+    failed = {
+        (case.name, party.name): "missing"
+        for case in cases
+        for party in chosen
+        if party.kind == "peer" and programs[party.name] is None
+    }
     found: dict[tuple[str, str], list[Figures]] = {}
     for number in range(settings.repeat):
         for case in cases:
-            asked = [party for party in case.parties if party in there]
+            asked = [party for party in case.parties if party in chosen and (case.name, party.name) not in failed]
             turn = number % len(asked) if asked else 0
             for party in asked[turn:] + asked[:turn]:
-                place = directory / f"{case.name}-{party.name.replace(' ', '-').replace(',', '')}-{number}"
-                figures = _measure(case, party, programs[party.name], place, settings.seconds, progress)
-                found.setdefault((case.name, party.name), []).append(figures)
+                key = case.name, party.name
+                place = Place(
+                    directory=directory / re.sub(r"\W+", "-", f"{case.name} {party.name} {number}"),
+                    program=programs[party.name],
+                    seconds=settings.seconds,
+                )
+                try:
+                    found.setdefault(key, []).append(_measure(case, party, place, progress))
+                except (AdapterSyncError, TimeoutError, aiohttp.ClientError) as error:
+                    failed[key] = f"{type(error).__name__}: {error}"
+                    log.warning("%s is not measured: %s", ", ".join(key), failed[key])
+                if not settings.keep:
+                    shutil.rmtree(place.directory, ignore_errors=True)
     outcomes = tuple(
-        _outcome(case.name, party, found, [other.name for other in there])
+        _outcome(case.name, party.name, found, failed.get((case.name, party.name), ""))
         for case in cases
         for party in case.parties
         if party in chosen
@@ -113,26 +142,29 @@ def run(settings: Settings, directory: Path, progress: Progress) -> Result:
     )
 
 
-def _measure(
-    case: Case, party: Party, program: Path | None, directory: Path, seconds: float, progress: Progress
-) -> Figures:
+def _measure(case: Case, party: Party, place: Place, progress: Progress) -> Figures:
+    async def bounded() -> Figures:
+        async with asyncio.timeout(LONGER * place.seconds + AROUND_S):
+            return await case.measure(party, place)
+
     what = f"{case.name}: {party.name}"
     progress.waiting(what)
     began = time.monotonic()
-    figures = asyncio.run(case.measure(party, Place(directory=directory, program=program, seconds=seconds)))
+    figures = asyncio.run(bounded())
     progress.done(what, time.monotonic() - began)
     return figures
 
 
-def _outcome(case: str, party: Party, found: Mapping[tuple[str, str], list[Figures]], there: Sequence[str]) -> Outcome:
-    samples = found.get((case, party.name), [])
-    base = found.get((case, DIRECT.name), [])
-    if case == "added" and base:
+def _outcome(case: str, party: str, found: Mapping[tuple[str, str], list[Figures]], failed: str) -> Outcome:
+    """Nothing of who failed once: repetitions are compared one by one."""
+    samples = [] if failed else found[case, party]
+    direct = found.get((case, DIRECT.name), [])
+    if case == "added" and len(direct) == len(samples):
         samples = [
-            {**each, "added_ms": each["p50_ms"] - direct["p50_ms"]} for each, direct in zip(samples, base, strict=False)
+            {**each, "added_ms": each["p50_ms"] - least["p50_ms"]} for each, least in zip(samples, direct, strict=True)
         ]
-    medians = {name: statistics.median(each[name] for each in samples) for name in (samples[0] if samples else {})}
-    return Outcome(case=case, party=party.name, medians=medians, samples=tuple(samples))
+    medians = {name: statistics.median(each[name] for each in samples) for name in (samples[0] if samples else ())}
+    return Outcome(case=case, party=party, medians=medians, samples=tuple(samples), failed=failed)
 
 
 def _peers(chosen: Sequence[Party], programs: Mapping[str, Path | None]) -> tuple[Peer, ...]:

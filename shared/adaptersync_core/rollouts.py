@@ -27,7 +27,7 @@ Fields = Mapping[str, str]
 log = logging.getLogger(__name__)
 
 
-class Row(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Row(Struct, kw_only=True, omit_defaults=True):
     """`version` is the adapter id (the base model's name for the base); times are seconds; None is not known.
 
     `outcome`: ok; refused (by us or by the replica, see `status`); upstream_error; client_gone; stopped (by us);
@@ -35,7 +35,7 @@ class Row(Struct, frozen=True, kw_only=True, omit_defaults=True):
     clock. `voided`: the version was found bad, while it ran or later. `gated`: asked with the gate's own credentials.
     `substituted` is the name that the version stands for, when it is another's. `tried` are replicas that were asked
     before `replica`, each with why it did not do, when `attempts` are several. A row may be without what came after it
-    was opened.
+    was opened. A router fills it as it goes.
     """
 
     request_id: str

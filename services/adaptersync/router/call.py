@@ -1,13 +1,14 @@
-"""One request on its way through the router: what its ledger row will say, and its answer's headers."""
+"""One request on its way through the router: its ledger row, filled as it goes, and its answer's headers."""
 
 from __future__ import annotations
 
 import time
+from functools import lru_cache
 
 from adaptersync.router.policy import Choice
 from adaptersync.router.resolve import Target
 from adaptersync.router.server import Pair, Request
-from adaptersync.router.usage import NO_USAGE, Usage
+from adaptersync.router.usage import read_usage
 from adaptersync_core import headers
 from adaptersync_core.rollouts import LABEL, Row
 
@@ -21,102 +22,67 @@ _SUBSTITUTED = headers.SUBSTITUTED.encode()
 
 
 class Call:
-    """One request on its way: what its ledger row will say."""
+    """`recorded`: its row belongs in the ledger. `sent`: a replica was asked, and the row is opened."""
 
-    __slots__ = (
-        "asked",
-        "attempts",
-        "choice",
-        "engine_epoch",
-        "first_byte_s",
-        "gate",
-        "generation",
-        "hold_s",
-        "outcome",
-        "path",
-        "reason",
-        "recorded",
-        "request_id",
-        "route_s",
-        "sent",
-        "started",
-        "started_at",
-        "status",
-        "substituted",
-        "target",
-        "tried",
-        "usage",
-        "voided",
-    )
+    __slots__ = ("gate", "recorded", "row", "sent", "started")
 
-    def __init__(self, request_id: str, request: Request, *, recorded: bool, gate: bool) -> None:
-        self.request_id = request_id
-        self.path = request.path
+    def __init__(self, request_id: str, router: str, request: Request, *, recorded: bool, gate: bool) -> None:
+        self.started = time.monotonic()
         self.recorded = recorded
         self.gate = gate
-        self.substituted = _printable(request.header(_SUBSTITUTED))
         self.sent = False
-        self.voided = False
-        self.started = time.monotonic()
-        self.started_at = time.time()
-        self.asked = ""
-        self.target: Target | None = None
-        self.choice: Choice | None = None
-        self.engine_epoch = ""
-        self.generation = 0
-        self.attempts = 0
-        self.tried: list[str] = []
-        self.hold_s: float | None = None
-        self.route_s: float | None = None
-        self.first_byte_s: float | None = None
-        self.usage: Usage = NO_USAGE
-        self.outcome = "ok"
-        self.status = 0
-        self.reason = ""
+        self.row = Row(
+            request_id=request_id, router=router, path=request.path, asked="", outcome="ok", started_at=time.time()
+        )
+        if gate:
+            self.row.gated = True
+        if substituted := request.header(_SUBSTITUTED):
+            self.row.substituted = _printable(substituted)
 
     def headers(self) -> list[Pair]:
-        ours = [(_REQUEST_ID, self.request_id.encode())]
-        if self.target is not None and self.target.model:
-            ours.append((_VERSION, self.target.model.encode()))
-        if self.choice is not None:
-            ours.append((_REPLICA, self.choice.replica.encode()))
-        if self.voided:
+        row = self.row
+        ours = [(_REQUEST_ID, row.request_id.encode())]
+        if row.version:
+            ours.append((_VERSION, _encoded(row.version)))
+        if row.replica:
+            ours.append((_REPLICA, _encoded(row.replica)))
+        if row.voided:
             ours.append((_VOIDED, b"1"))
         return ours
 
-    def row(self, router: str, outcome: str, total_s: float | None = None) -> Row:
-        """As far as it has come."""
-        target, choice, usage = self.target, self.choice, self.usage
-        return Row(
-            request_id=self.request_id,
-            router=router,
-            path=self.path,
-            asked=self.asked,
-            outcome=outcome,
-            status=self.status,
-            started_at=self.started_at,
-            total_s=total_s,
-            run=target.run if target else "",
-            version=target.model if target else "",
-            digest=target.digest if target else "",
-            replica=choice.replica if choice else "",
-            engine_epoch=self.engine_epoch,
-            routing=choice.outcome if choice else "",
-            owned_blocks=choice.owned if choice else None,
-            attempts=self.attempts,
-            tried=", ".join(self.tried),
-            hold_s=self.hold_s,
-            route_s=self.route_s,
-            first_byte_s=self.first_byte_s,
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cached_tokens=usage.cached_tokens,
-            generation=self.generation,
-            voided=self.voided,
-            gated=self.gate,
-            substituted=self.substituted,
-            reason=self.reason[:REASON],
-        )
+    def admitted(self, target: Target, generation: int) -> None:
+        row = self.row
+        row.run, row.version, row.digest, row.generation = target.run, target.model, target.digest, generation
+        row.hold_s = time.monotonic() - self.started
+
+    def routed(self, choice: Choice, took_s: float) -> None:
+        row = self.row
+        row.replica, row.routing, row.owned_blocks = choice.replica, choice.outcome, choice.owned
+        row.attempts += 1
+        row.route_s = took_s if row.route_s is None else row.route_s + took_s
+
+    def failed(self, kind: str) -> None:
+        """The replica that it was routed to did not do."""
+        said = f"{self.row.replica} {kind}"
+        self.row.tried = f"{self.row.tried}, {said}" if self.row.tried else said
+
+    def answered(self, tail: bytes) -> None:
+        """By a replica, with these bytes at the end."""
+        row = self.row
+        if row.status < 400:
+            row.prompt_tokens, row.completion_tokens, row.cached_tokens = read_usage(tail)
+        else:
+            self.end("refused" if row.status < 500 else "upstream_error", row.status, tail.decode(errors="replace"))
+
+    def end(self, outcome: str, status: int, reason: str = "") -> None:
+        row = self.row
+        row.outcome, row.status, row.reason = outcome, status, reason[:REASON]
+
+
+@lru_cache(maxsize=4096)
+def _encoded(name: str) -> bytes:
+    """Of versions and replicas there are few."""
+    return name.encode()
 
 
 def _printable(label: bytes) -> str:

@@ -33,7 +33,7 @@ from adaptersync.router.resolve import RETRY_S, Target
 from adaptersync.router.server import ClientGone, Pair, Reply, Request
 from adaptersync.router.table import TableView
 from adaptersync.router.upstream import answer_headers, request_headers
-from adaptersync.router.usage import TAIL_BYTES, read_usage
+from adaptersync.router.usage import TAIL_BYTES
 from adaptersync_core import headers
 from adaptersync_core.blocks import block_hashes
 from adaptersync_core.config import RouterSection
@@ -86,6 +86,7 @@ class Proxy:
         self._outages = outages
         self._ledger = ledger
         self._metrics = metrics
+        self._gate = settings.gate_token.encode()
         self._decoder = msgspec.json.Decoder(Asked)
         self._prefix = secrets.token_hex(6)
         self._count = 0
@@ -111,12 +112,11 @@ class Proxy:
 
     def _call(self, request: Request, *, recorded: bool) -> Call:
         self._count += 1
-        return Call(f"{self._prefix}-{self._count:x}", request, recorded=recorded, gate=self._opens_gate(request))
+        gate = bool(self._gate) and hmac.compare_digest(request.header(_GATE), self._gate)
+        return Call(f"{self._prefix}-{self._count:x}", self._name, request, recorded=recorded, gate=gate)
 
     def _refusal(self, call: Call, error: Unroutable) -> Reply:
-        if call.outcome == "ok":
-            call.outcome = "refused"
-        call.status, call.reason = error.status, str(error)
+        call.end("refused" if call.row.outcome == "ok" else call.row.outcome, error.status, str(error))
         self._look_for_void(call)
         return refusal(error, status=error.status, headers=call.headers())
 
@@ -127,10 +127,10 @@ class Proxy:
         except Unroutable as error:
             return self._refusal(call, error)
         except (asyncio.CancelledError, ClientGone):
-            call.outcome, call.status = "stopped" if self.stopping else "client_gone", CLIENT_GONE
+            call.end("stopped" if self.stopping else "client_gone", CLIENT_GONE)
             raise
         except BaseException as error:
-            call.outcome, call.status, call.reason = "router_error", 500, repr(error)[:200]
+            call.end("router_error", 500, repr(error))
             raise
         finally:
             self._close(call)
@@ -138,18 +138,17 @@ class Proxy:
     async def _serve(self, request: Request, call: Call, *, generates: bool) -> Reply | None:
         body = request.body
         asked = self._read(body)
-        call.asked = (asked.model or "")[:LABEL]
+        call.row.asked = (asked.model or "")[:LABEL]
         if generates:
             check(asked, chat=request.path == CHAT, scoring=self._settings.prompt_logprobs)
         if asked.model:
             target = await self._admission.admit(asked.model, gate=call.gate)
-            call.hold_s = time.monotonic() - call.started
         elif generates:
             raise Unroutable("request names no model", status=400, next_step="see GET /v1/models")
         else:
             target = Target(model="")
         # no await between the resolution and this count: the coordinator unloads what nobody says to be using
-        call.target, call.generation = target, self._view.table.generation
+        call.admitted(target, self._view.table.generation)
         self.serving[target.model] += 1
         try:
             if self._at_replicas >= self._settings.max_inflight:
@@ -192,7 +191,7 @@ class Proxy:
             for looked in prompts.looked
         ]
         hashes: Sequence[str] = chains[0] if chains else ()
-        sent = request_headers(request, call.request_id.encode())
+        sent = request_headers(request, call.row.request_id.encode())
         turn = int(hashes[-1][:7], 16) if hashes else self._count
         tried: set[str] = set()
         failure: _Elsewhere | None = None
@@ -204,14 +203,11 @@ class Proxy:
                 candidates = self._outages.candidates(self._view.ready, target.model, (), now)
             if not candidates:
                 break
-            call.attempts += 1
-            choice = call.choice = await self._ownership.choose(
-                target.model, hashes, candidates, turn, prompts.weight, prompts.alike
-            )
+            choice = await self._ownership.choose(target.model, hashes, candidates, turn, prompts.weight, prompts.alike)
             try:
                 if len(chains) > 1:
                     await self._ownership.note(target.model, chains[1:], choice)
-                call.route_s = (call.route_s or 0.0) + time.monotonic() - now
+                call.routed(choice, time.monotonic() - now)
                 self._metrics.count("routed", choice.outcome, choice.replica)
                 last = left == 0 or len(candidates) == 1
                 return await self._send(request, call, target, choice.replica, body, sent, last=last)
@@ -220,11 +216,11 @@ class Proxy:
             finally:
                 self._ownership.release(choice)
             tried.add(choice.replica)
-            call.tried.append(f"{choice.replica} {failure.kind}")
+            call.failed(failure.kind)
             self._metrics.count("retries", failure.kind)
         if failure is None:
             raise Unroutable("no replica is ready for this", status=503, retry_after_s=RETRY_S, version=target.model)
-        call.outcome = "upstream_error"
+        call.row.outcome = "upstream_error"
         raise Unroutable(f"no replica could answer: {failure}", status=503, retry_after_s=RETRY_S, version=target.model)
 
     async def _send(
@@ -242,7 +238,7 @@ class Proxy:
         member = self._view.table.members.get(replica)
         if member is None or member.state != "ready":
             raise _Elsewhere("gone", "replica left while it was chosen")
-        call.engine_epoch = member.engine_epoch
+        call.row.engine_epoch = member.engine_epoch
         if call.recorded:
             self._record(call)
         sent_at = time.monotonic()
@@ -250,8 +246,8 @@ class Proxy:
         try:
             with attempt:
                 with await self._connections.post(member.url, request.target, sent, body, attempt.asked) as answer:
-                    call.first_byte_s = time.monotonic() - sent_at
-                    call.status = answer.status
+                    call.row.first_byte_s = time.monotonic() - sent_at
+                    call.row.status = answer.status
                     self._outages.reached(replica)
                     if answer.status in FAILED and not last:
                         raise _Elsewhere(f"status_{answer.status}", f"replica answered {answer.status}")
@@ -263,7 +259,7 @@ class Proxy:
                     self._outages.missing(replica, target.model, time.monotonic())
                     self._metrics.count("missing_version", replica)
                     raise _Elsewhere("missing_version", "replica does not know the version")
-                self._answered(call, whole[-TAIL_BYTES:])
+                call.answered(whole[-TAIL_BYTES:])
                 self._look_for_void(call)
                 return Reply(answer.status, answer_headers(answer, call.headers()), whole)
         except Unsendable as error:
@@ -271,12 +267,12 @@ class Proxy:
         except ReplicaError as error:
             if request.begun:
                 # not ended, so the client's connection is cut: it must not take what it has for all of it
-                call.outcome, call.reason = "upstream_error", attempt.lost or _said(error)
+                call.end("upstream_error", call.row.status, attempt.lost or _said(error))
                 return None
             if attempt.lost:
                 raise _Elsewhere("silent", attempt.lost) from error
             if isinstance(error, TimedOut):
-                call.outcome = "upstream_error"
+                call.row.outcome = "upstream_error"
                 raise Unroutable(
                     "replica did not answer in time", status=504, replica=replica, version=target.model
                 ) from error
@@ -299,25 +295,16 @@ class Proxy:
             tail = (tail + chunk)[-TAIL_BYTES:]
             chunk = await answer.piece()
         request.end()
-        self._answered(call, tail)
-
-    def _answered(self, call: Call, tail: bytes) -> None:
-        if call.status < 400:
-            call.usage = read_usage(tail)
-        else:
-            call.outcome = "refused" if call.status < 500 else "upstream_error"
-            call.reason = tail[:200].decode(errors="replace")
-
-    def _opens_gate(self, request: Request) -> bool:
-        shown, wanted = request.header(_GATE), self._settings.gate_token
-        return bool(shown and wanted) and hmac.compare_digest(shown, wanted.encode())
+        call.answered(tail)
 
     def _record(self, call: Call) -> None:
         """Open the row, or have it name another replica; whether the ledger has room decides if we serve."""
-        call.sent = True
-        if self._ledger.open(call.row(self._name, OPEN)) or self._settings.when_spool_full == "serve":
+        row = call.row
+        row.outcome = OPEN
+        call.sent = self._ledger.open(row) or self._settings.when_spool_full == "serve"
+        row.outcome = "ok"
+        if call.sent:
             return
-        call.sent = False
         raise Unroutable(
             "ledger's spool is full: the request could not be recorded",
             status=503,
@@ -328,26 +315,27 @@ class Proxy:
 
     def _look_for_void(self, call: Call) -> None:
         """Has the version been found bad while this ran?"""
-        call.voided = call.voided or (call.target is not None and self._view.table.voided(call.target.model))
+        if self._view.table.voided(call.row.version):
+            call.row.voided = True
 
     def _close(self, call: Call) -> None:
-        total_s = time.monotonic() - call.started
-        metrics, usage = self._metrics, call.usage
-        metrics.count("requests", call.outcome, str(call.status))
-        metrics.observe("total_seconds", total_s)
-        if call.hold_s is not None:
-            metrics.observe("hold_seconds", call.hold_s)
-        if call.route_s is not None:
-            metrics.observe("route_seconds", call.route_s)
-        if call.first_byte_s is not None:
-            metrics.observe("first_byte_seconds", call.first_byte_s)
-        if usage.prompt_tokens:
-            metrics.count("prompt_tokens", by=usage.prompt_tokens)
-        if usage.cached_tokens:
-            metrics.count("cached_tokens", by=usage.cached_tokens)
+        row, count, observe = call.row, self._metrics.count, self._metrics.observe
+        row.total_s = time.monotonic() - call.started
+        count("requests", row.outcome, str(row.status))
+        observe("total_seconds", row.total_s)
+        if row.hold_s is not None:
+            observe("hold_seconds", row.hold_s)
+        if row.route_s is not None:
+            observe("route_seconds", row.route_s)
+        if row.first_byte_s is not None:
+            observe("first_byte_seconds", row.first_byte_s)
+        if row.prompt_tokens:
+            count("prompt_tokens", by=row.prompt_tokens)
+        if row.cached_tokens:
+            count("cached_tokens", by=row.cached_tokens)
         if call.recorded:
             self._look_for_void(call)
-            self._ledger.close(call.row(self._name, call.outcome, total_s), sent=call.sent)
+            self._ledger.close(row, sent=call.sent)
 
 
 def _rename(body: bytes, model: str) -> bytes:

@@ -120,19 +120,21 @@ class Spool:
 
     def append(self, payload: bytes) -> Record | None:
         """None when it does not fit."""
-        size = _size(len(payload))
-        left = self.capacity - self._head % self.capacity
+        length, position, capacity = len(payload), self._head, self.capacity
+        size = _size(length)
+        left = capacity - position % capacity
         skipped = left if left < size else 0
-        if size > RECORD_BYTES or self.used + skipped + size > self.capacity:
+        if size > RECORD_BYTES or position - self._tail + skipped + size > capacity:
             return None
         if skipped >= _RECORD.size:
-            self._write(self._head, _SKIP, 0)
-        record = Record(self._head + skipped, len(payload))
-        start = _RING + record.position % self.capacity + _RECORD.size
-        self._memory[start : start + len(payload)] = payload
+            self._write(position, _SKIP, 0)
+        position += skipped
+        record = Record(position, length)
+        start = _RING + position % capacity + _RECORD.size
+        self._memory[start : start + length] = payload
         # the head comes last: a record that is cut short does not count
-        self._write(record.position, len(payload), zlib.crc32(payload))
-        self._head = record.position + size
+        self._write(position, length, zlib.crc32(payload))
+        self._head = position + size
         self._records.append(record)
         return record
 

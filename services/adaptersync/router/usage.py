@@ -7,15 +7,15 @@ it. A quoted text cannot look like it: inside a JSON string every quote is escap
 from __future__ import annotations
 
 import re
-
-from msgspec import Struct
+from typing import NamedTuple
 
 TAIL_BYTES = 2048  # of an answer are looked at
 
+_NAMES = (b"prompt_tokens", b"completion_tokens", b"cached_tokens")
 _COUNT = re.compile(rb'"(prompt_tokens|completion_tokens|cached_tokens)":\s*([0-9]{1,12})')
 
 
-class Usage(Struct, frozen=True, kw_only=True):
+class Usage(NamedTuple):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
@@ -29,5 +29,5 @@ def read_usage(tail: bytes) -> Usage:
     start = tail.rfind(b'"usage":')
     if start < 0:
         return NO_USAGE
-    counts = {name.decode(): int(value) for name, value in _COUNT.findall(tail, start)}
-    return Usage(**counts)
+    counts: dict[bytes, bytes] = dict(_COUNT.findall(tail, start))
+    return Usage(*(int(counts[name]) if name in counts else None for name in _NAMES))

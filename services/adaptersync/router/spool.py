@@ -171,8 +171,7 @@ class Spool:
         os.close(self._file)
 
     def _write(self, position: int, length: int, checksum: int) -> None:
-        start = _RING + position % self.capacity
-        self._memory[start : start + _RECORD.size] = _RECORD.pack(position, length, checksum)
+        _RECORD.pack_into(self._memory, _RING + position % self.capacity, position, length, checksum)
 
     def _set_tail(self, position: int) -> None:
         self._tail = position

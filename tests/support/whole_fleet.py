@@ -48,6 +48,7 @@ from adaptersync_core.vllm import WORKER_EXTENSION
 from adaptersync_tools.simulator.adapter_files import BaseModel
 from adaptersync_tools.simulator.engine import EngineConfig
 from adaptersync_tools.simulator.http import Simulator, SimulatorConfig, serving
+from adaptersync_tools.simulator.publisher import PublisherConfig
 from adaptersync_tools.simulator.scheduler import Latency
 from support.adapters import make_adapter, write_safetensors
 from support.artifacts import small_adapter
@@ -95,6 +96,9 @@ class Replica:
         if self.fleet.guarded:
             self.token_file.touch()
             config = replace(config, token_file=self.token_file, worker_extension_cls=WORKER_EXTENSION)
+        if self.fleet.kv_events:
+            ends = {name: f"ipc://{self.fleet.directory}/{name}-{self.name}" for name in ("kv", "replay")}
+            config = replace(config, kv_events=PublisherConfig(endpoint=ends["kv"], replay_endpoint=ends["replay"]))
         self.simulator = Simulator(config)
         for change in self.fleet.on_engine:
             change(self)
@@ -198,6 +202,7 @@ class WholeFleet:
         self.readers: dict[Path, Reader] = {}
         self.make: Callable[..., Path] = small_adapter
         self.guarded = True  # our door before every engine, our auditor in its worker
+        self.kv_events = False  # engines say what they cache
         self.url = ""
         self._coordinators: dict[str, asyncio.Task[None]] = {}
         self._routers: dict[str, contextlib.AsyncExitStack] = {}

@@ -27,7 +27,7 @@ from adaptersync_core.redis import RedisClient
 from adaptersync_core.scripts import Script
 
 GATHER_S = 0.05  # changes that are written together
-CHUNK = 512  # blocks in one call: the script takes about half a millisecond for them
+CHUNK = 128  # blocks in one call: a third of a millisecond, for which the choices of routers wait
 COMPARE_S = 60.0  # between two comparisons: longer than a request waits for its turn in an engine, as a rule
 PART_S = 0.02  # between two parts of one: the cache server has other things to do
 RETRY_S = 1.0  # after the cache server failed

@@ -16,6 +16,7 @@ NULL = (NOTHING, Raw(b"null"))
 YES, NO = Raw(b"true"), Raw(b"false")
 
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
+_TOLD_AGAIN = "kv_cache_report_mode"
 _OFF = (*NULL, NO)  # anything else vLLM may read as true
 
 
@@ -53,6 +54,7 @@ def check(asked: Asked, *, chat: bool, scoring: bool) -> None:
     - Scoring a prompt ends a vLLM that has LoRA on its model's head, and everything in flight there.
     - Embeddings in place of a prompt end one that takes them, when their shape is not the model's.
     - A transfer of KV fills a prompt's cache with what another engine, or another version, has computed.
+    - An engine that tells again of blocks it has had is believed to have them twice, and still when they are evicted.
     """
     if not scoring and (field := _scores(asked, chat=chat)):
         raise Unroutable(
@@ -75,6 +77,13 @@ def check(asked: Asked, *, chat: bool, scoring: bool) -> None:
             next_step="leave it out",
             field=field,
         )
+    if _TOLD_AGAIN in _more(asked):
+        raise Unroutable(
+            "a request may not have the engine report its cache: its agent counts what it reports",
+            status=400,
+            next_step="leave it out",
+            field=f"vllm_xargs.{_TOLD_AGAIN}",
+        )
 
 
 def _scores(asked: Asked, *, chat: bool) -> str:
@@ -92,10 +101,15 @@ def _scores(asked: Asked, *, chat: bool) -> str:
 def _transfers(asked: Asked) -> list[str]:
     """Fields, or keys of `vllm_xargs`, that tell of caches elsewhere."""
     found = [name for name in _TRANSFERS if getattr(asked, name) not in NULL]
-    if asked.vllm_xargs not in NULL:
-        try:
-            more = msgspec.json.decode(asked.vllm_xargs, type=dict[str, Raw])
-        except msgspec.DecodeError:  # the replica will say so
-            return found
-        found += [f"vllm_xargs.{name}" for name in _TRANSFERS if name in more]
-    return found
+    more = _more(asked)
+    return found + [f"vllm_xargs.{name}" for name in _TRANSFERS if name in more]
+
+
+def _more(asked: Asked) -> dict[str, Raw]:
+    """What is in `vllm_xargs`; nothing where the replica will say what is wrong."""
+    if asked.vllm_xargs in NULL:
+        return {}
+    try:
+        return msgspec.json.decode(asked.vllm_xargs, type=dict[str, Raw])
+    except msgspec.DecodeError:
+        return {}

@@ -12,7 +12,7 @@ import pytest
 from adaptersync.router.ownership import Ownership
 from adaptersync.router.policy import Choice
 from adaptersync.router.table import TableView
-from adaptersync_core.blocks import block_hashes
+from adaptersync_core.blocks import BY_BYTES, block_hashes
 from adaptersync_core.errors import ControlUnavailable
 from adaptersync_core.keys import Keys
 from adaptersync_core.pipe import Pipe
@@ -42,6 +42,16 @@ async def test_a_burst_of_one_group_lands_on_one_replica(fleet: Fleet) -> None:
         routings = Counter(row["routing"] for row in await fleet.rows(GROUP))
         assert routings == {"cold": 1, "affinity": GROUP - 1}
         await wait_until(lambda: _idle(fleet))
+
+
+async def test_only_what_was_read_as_tokens_is_an_agents_to_take_back(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        for prompt, by_bytes in ((_prompt(1), False), ("some words " * 40, True)):
+            assert (await fleet.complete(V1, prompt)).status == 200
+            blocks = await fleet.cache.command("HKEYS", fleet.keys.owned(V1))
+            assert {block.endswith(BY_BYTES) for block in blocks} == {by_bytes}
+            await fleet.cache.command("DEL", fleet.keys.owned(V1))
 
 
 async def test_an_owner_that_is_too_busy_is_passed_over(fleet: Fleet) -> None:

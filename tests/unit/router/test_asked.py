@@ -47,6 +47,7 @@ FOREIGN = [
     ('"ec_transfer_params": {}', "ec_transfer_params"),
     ('"vllm_xargs": {"kv_transfer_params": "x"}', "vllm_xargs.kv_transfer_params"),
     ('"vllm_xargs": {"ec_transfer_params": ["x"]}', "vllm_xargs.ec_transfer_params"),
+    ('"vllm_xargs": {"kv_cache_report_mode": "full"}', "vllm_xargs.kv_cache_report_mode"),
     ('"prompt_embeds": "AAAA"', "prompt_embeds"),
 ]
 

@@ -211,13 +211,11 @@ async def _ours(party: Party, replicas: Replicas, place: Path, routers: int) -> 
         replicas=0,
         simulated=True,
         routers=routers,
-        overrides={"jobs.verify": False, "coordinator.min_ready": len(replicas.urls)},
+        overrides={"jobs.verify": False, "coordinator.min_ready": len(replicas.urls), "router.workers": party.workers},
     )
     with Stack(settings) as stack:  # starting holds this loop up, on which nothing else runs yet
         port = stack.router_url.rpartition(":")[2]
-        for number in range(1, party.workers):
-            stack.run(f"router-worker-{number}", "adaptersync_tools.cli", "router", "--port", port)
-        await until(f"{party.workers} routers at one port", lambda: listeners(int(port)) == party.workers)
+        await until(f"{party.workers} workers at one port", lambda: listeners(int(port)) == party.workers)
         async with LightFleet(stack.config, len(replicas.urls), urls=replicas.urls) as fleet:
             fleet.release_acks()
             await _until_table(fleet, lambda table: len(table.ready()) == len(replicas.urls))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
 import re
 import shutil
@@ -88,8 +87,6 @@ def run(settings: Settings, directory: Path, progress: Progress) -> Result:
     cases = [case for case in CASES if not settings.cases or case.name in settings.cases]
     chosen = [party for party in ALL if not settings.routers or party.choice in (*settings.routers, "")]
     find_wrk()
-    if importlib.util.find_spec("uvloop") is None:
-        raise ConfigError("uvloop is missing, with which replicas run", next_step="pip install 'adaptersync[fast]'")
     programs = {party.name: find(party, settings.programs) for party in chosen}
     failed = {
         (case.name, party.name): "missing"

@@ -14,7 +14,7 @@ from pathlib import Path
 import aiohttp
 from msgspec import Struct
 
-from adaptersync_core.errors import AdapterSyncError, ConfigError
+from adaptersync_core.errors import AdapterSyncError
 from adaptersync_tools.bench.result import Machine, Target, now
 from adaptersync_tools.bench.routers import judge
 from adaptersync_tools.bench.routers.cases import CASES, LONGER, Case, Figures, Place

@@ -63,9 +63,10 @@ class Answer:
     the replica.
     """
 
-    __slots__ = ("_connection", "_error", "_pieces", "_size", "_waiter", "headers", "length", "status")
+    __slots__ = ("_connection", "_error", "_loop", "_pieces", "_size", "_waiter", "headers", "length", "status")
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._connection: Connection | None = connection  # until nothing more comes
         self._error: ReplicaError | None = None
         self._pieces: list[bytes] = []
@@ -145,7 +146,7 @@ class Answer:
         self._wake()
 
     async def _change(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = self._loop.create_future()
         await self._waiter
 
     def _wake(self) -> None:
@@ -225,7 +226,7 @@ class Connection(asyncio.Protocol):
         `asked` gets it before anything is sent, to `fail` it at any time.
         """
         self._expect()
-        answer = self._answer = Answer(self)
+        answer = self._answer = Answer(self, self._loop)
         self._timer = self._loop.call_at(deadline, self._expire)
         try:
             asked(answer)

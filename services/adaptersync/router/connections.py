@@ -7,7 +7,6 @@ byte of an answer has come. Knows no replica's name and repeats nothing else: th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import ssl
 from collections.abc import Sequence
@@ -105,8 +104,10 @@ class Connections:
         deadline = self._loop.time() + self._request_timeout_s
         connection = self._idle(url)
         if connection is not None:
-            with contextlib.suppress(Unanswered):  # it may have been closed before it was asked
+            try:
                 return await connection.ask(head, body, deadline, asked)
+            except Unanswered:
+                pass  # it may have been closed before it was asked
         connection = await self._connect(url, where, deadline)
         return await connection.ask(head, body, deadline, asked)
 
@@ -201,15 +202,17 @@ class Connections:
             self._sweeping = self._loop.call_at(min(waiting) + IDLE_S, self._sweep)
 
 
-def _head(where: Origin, target: str, headers: Sequence[tuple[bytes, bytes]], length: int) -> bytes:
-    """Unsendable when a part of it would be read as something else."""
+@lru_cache(maxsize=1024)
+def _first_lines(where: Origin, target: str) -> bytes:
     if not _TARGET.fullmatch(target):
         raise Unsendable("path or query has characters that must be escaped")
-    lines = [f"POST {where.prefix}{target} HTTP/1.1\r\nhost: ".encode(), where.name]
-    for name, value in headers:
-        lines += (b"\r\n", name, b": ", value)
-    lines.append(b"\r\ncontent-length: %d\r\n\r\n" % length)
-    head = b"".join(lines)
+    return b"POST %b HTTP/1.1\r\nhost: %b\r\n" % (f"{where.prefix}{target}".encode(), where.name)
+
+
+def _head(where: Origin, target: str, headers: Sequence[tuple[bytes, bytes]], length: int) -> bytes:
+    """Unsendable when a part of it would be read as something else."""
+    lines = [b"%b: %b\r\n" % pair for pair in headers]
+    head = b"%b%bcontent-length: %d\r\n\r\n" % (_first_lines(where, target), b"".join(lines), length)
     ends = len(headers) + 4
     if head.count(b"\n") != ends or head.count(b"\r") != ends or b"\0" in head:
         raise Unsendable("a header has the end of a line in it")

@@ -151,8 +151,7 @@ class Request:
 
     def _head(self, status: int, headers: Sequence[Pair]) -> bytes:
         lines = [_LINES.get(status) or b"HTTP/1.1 %d Unknown\r\n" % status]
-        for name, value in headers:
-            lines += (name, b": ", value, b"\r\n")
+        lines += [b"%b: %b\r\n" % pair for pair in headers]
         if self._connection.stopping:
             self.keeps = False
         if not self.keeps:

@@ -225,6 +225,72 @@ def engine(
 @bench.command()
 @json_option
 @click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Directory of the base model.  [default: the quickstart's, made once below --models]",
+)
+@click.option(
+    "--models",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("runs/quickstart"),
+    show_default=True,
+    help="Where the quickstart's base model is kept.",
+)
+@click.option("--replicas", type=click.IntRange(1, 16), default=2, show_default=True, help="vLLM servers.")
+@click.option("--prompts", type=click.IntRange(1, 100_000), default=64, show_default=True, help="Different ones.")
+@click.option("--completions", type=click.IntRange(1, 256), default=8, show_default=True, help="Of each prompt.")
+@click.option("--clients", type=click.IntRange(1, 1024), default=32, show_default=True, help="Requests in flight.")
+@click.option(
+    "--window",
+    type=click.IntRange(1, 1024),
+    default=1,
+    show_default=True,
+    help="Prompts whose completions come in shuffled order.",
+)
+@keep_option
+def prefixes(
+    as_json: bool,
+    model: Path | None,
+    models: Path,
+    replicas: int,
+    prompts: int,
+    completions: int,
+    clients: int,
+    window: int,
+    keep: Path | None,
+) -> int:
+    """Measure how much of a trainer's prompts real engines compute.
+
+    vLLM servers as `adaptersync up` starts them, behind the router; groups of completions follow each other, as
+    trainers ask. What the engines' own counters say is compared with what one engine that evicts nothing would
+    compute. Where completions of many prompts come in shuffled order, and the engines are unequally fast, more of them
+    are sent where there is less to do, and computed again.
+
+    \b
+    Examples:
+      adaptersync bench prefixes                      # about two minutes; the first time, one more for the model
+      adaptersync bench prefixes --prompts 256 --json | jq '.computed / .ideal'
+    """
+    from adaptersync_tools.bench import prefixes as measured
+    from adaptersync_tools.quickstart import make_base_model
+
+    settings = measured.Settings(
+        replicas=replicas, prompts=prompts, completions=completions, clients=clients, window=window
+    )
+    with workplace(keep, in_memory=True) as (directory, narrator):
+        if model is None:
+            models.mkdir(parents=True, exist_ok=True)
+            model = make_base_model(models.absolute(), directory, narrator)
+        result = measured.run(settings, model, directory, narrator)
+    status = show(result, as_json=as_json)
+    if not as_json:
+        measured.show_more(result)
+    return status
+
+
+@bench.command()
+@json_option
+@click.option(
     "--requests", type=click.IntRange(1000, 1_000_000), default=12_000, show_default=True, help="Of each load."
 )
 @click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="Seeds of each load.")

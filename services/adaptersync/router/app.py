@@ -27,6 +27,7 @@ from adaptersync.router.prompts import Reader
 from adaptersync.router.proxy import CHAT, Proxy
 from adaptersync.router.report import Reporter
 from adaptersync.router.server import Limits, Server
+from adaptersync.router.sessions import Sessions
 from adaptersync.router.status import Status
 from adaptersync.router.table import TableView
 from adaptersync.router.tokenizer import load
@@ -135,6 +136,7 @@ async def _serving(
         spill=settings.spill,
         blocks_per_version=settings.blocks_per_version,
     )
+    sessions = Sessions(cache, keys, keep_s=settings.session_s) if settings.session_s > 0 else None
     attempts, outages, metrics = Attempts(), Outages(), Metrics(shares.get(worker))
     ledger = await Ledger.at(
         rows,
@@ -152,6 +154,7 @@ async def _serving(
         reader=reader,
         admission=admission,
         ownership=ownership,
+        sessions=sessions,
         attempts=attempts,
         outages=outages,
         ledger=ledger,

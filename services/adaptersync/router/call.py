@@ -19,12 +19,16 @@ _VERSION = headers.VERSION.encode()
 _REPLICA = headers.REPLICA.encode()
 _VOIDED = headers.VOIDED.encode()
 _SUBSTITUTED = headers.SUBSTITUTED.encode()
+_SESSION = headers.SESSION.encode()
 
 
 class Call:
-    """`recorded`: its row belongs in the ledger. `sent`: a replica was asked, and the row is opened."""
+    """`recorded`: its row belongs in the ledger. `sent`: a replica was asked, and the row is opened.
 
-    __slots__ = ("gate", "recorded", "row", "sent", "started")
+    `session` is what the client calls the session that it asks in.
+    """
+
+    __slots__ = ("gate", "recorded", "row", "sent", "session", "started")
 
     def __init__(self, request_id: str, router: str, request: Request, *, recorded: bool, gate: bool) -> None:
         self.started = time.monotonic()
@@ -36,8 +40,12 @@ class Call:
         )
         if gate:
             self.row.gated = True
-        if substituted := request.header(_SUBSTITUTED):
-            self.row.substituted = _printable(substituted)
+        self.session = b""
+        for name, value in request.headers:
+            if name == _SESSION:
+                self.session = value
+            elif name == _SUBSTITUTED:
+                self.row.substituted = _printable(value)
 
     def headers(self) -> list[Pair]:
         row = self.row

@@ -29,8 +29,10 @@ from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
 from adaptersync.router.ownership import Ownership
 from adaptersync.router.prompts import Prompts, Reader
-from adaptersync.router.resolve import RETRY_S, Target
+from adaptersync.router.resolve import RETRY_S, Target, Wanted, parse
 from adaptersync.router.server import ClientGone, Pair, Reply, Request
+from adaptersync.router.sessions import NONE as NO_SESSION
+from adaptersync.router.sessions import Kept, Sessions, session_name, still
 from adaptersync.router.table import TableView
 from adaptersync.router.upstream import answer_headers, request_headers
 from adaptersync.router.usage import TAIL_BYTES
@@ -58,7 +60,8 @@ class _Elsewhere(Exception):
 
 
 class Proxy:
-    """Everything one request touches, wired once. `serving` are requests at replicas, by version."""
+    """Everything one request touches, wired once. `serving` are requests at replicas, by version. Without `sessions`
+    each request stands for itself."""
 
     def __init__(
         self,
@@ -70,6 +73,7 @@ class Proxy:
         reader: Reader,
         admission: Admission,
         ownership: Ownership,
+        sessions: Sessions | None,
         attempts: Attempts,
         outages: Outages,
         ledger: Ledger,
@@ -82,6 +86,7 @@ class Proxy:
         self._reader = reader
         self._admission = admission
         self._ownership = ownership
+        self._sessions = sessions
         self._attempts = attempts
         self._outages = outages
         self._ledger = ledger
@@ -141,8 +146,12 @@ class Proxy:
         call.row.asked = (asked.model or "")[:LABEL]
         if generates:
             check(asked, chat=request.path == CHAT, scoring=self._settings.prompt_logprobs)
+        kept = NO_SESSION
         if asked.model:
-            target = await self._admission.admit(asked.model, gate=call.gate)
+            name = asked.model
+            if self._sessions is not None and call.session and generates:
+                kept, name = await self._continued(call, name, self._sessions)
+            target = await self._admission.admit(name, gate=call.gate)
         elif generates:
             raise Unroutable("request names no model", status=400, next_step="see GET /v1/models")
         else:
@@ -161,13 +170,21 @@ class Proxy:
                     body = _rename(body, target.model)
                 # what is not generated leaves nothing in a replica's cache
                 prompts = await self._prompts(asked, chat=request.path == CHAT) if generates else Prompts()
-                return await self._dispatch(request, call, target, body, prompts)
+                return await self._dispatch(request, call, target, body, prompts, kept)
             finally:
                 self._at_replicas -= 1
         finally:
             self.serving[target.model] -= 1
             if self.serving[target.model] <= 0:
                 del self.serving[target.model]
+
+    async def _continued(self, call: Call, name: str, sessions: Sessions) -> tuple[Kept, str]:
+        """What the session has that this is asked in, and what to admit for `name`."""
+        base = self._admission.base_model
+        wanted = Wanted(run=base) if name == base else parse(name)
+        call.row.session = session_name(call.session, wanted.run)
+        kept = await sessions.read(call.row.session)
+        return kept, still(kept, wanted, self._view.table) or name
 
     def _read(self, body: bytes) -> Asked:
         try:
@@ -182,7 +199,7 @@ class Proxy:
         return prompts
 
     async def _dispatch(
-        self, request: Request, call: Call, target: Target, body: bytes, prompts: Prompts
+        self, request: Request, call: Call, target: Target, body: bytes, prompts: Prompts, kept: Kept
     ) -> Reply | None:
         """Try replicas until one answers, or nobody is left."""
         blocks, size = self._settings.blocks_per_request, self._view.block_size
@@ -203,11 +220,15 @@ class Proxy:
                 candidates = self._outages.candidates(self._view.ready, target.model, (), now)
             if not candidates:
                 break
-            choice = await self._ownership.choose(target.model, hashes, candidates, turn, prompts.weight, prompts.alike)
+            choice = await self._ownership.choose(
+                target.model, hashes, candidates, turn, prompts.weight, prompts.alike, kept=kept.replica
+            )
             try:
                 if len(chains) > 1:
                     await self._ownership.note(target.model, chains[1:], choice)
                 call.routed(choice, time.monotonic() - now)
+                if call.row.session and self._sessions is not None:
+                    self._sessions.keep(call.row.session, kept, Kept(target.model, choice.replica))
                 self._metrics.count("routed", choice.outcome, choice.replica)
                 last = left == 0 or len(candidates) == 1
                 return await self._send(request, call, target, choice.replica, body, sent, last=last)

@@ -125,7 +125,7 @@ class RouterSection(Section, frozen=True, kw_only=True):
     body_bytes: int = 16 << 20
     """The largest request body."""
     arriving_bytes: int = 256 << 20
-    """Of all request bodies that have not yet arrived whole."""
+    """Of all request bodies that have not yet arrived whole, or wait for an earlier request of their client."""
     head_bytes: int = 64 << 10
     """The largest request line with its headers."""
     connections: int = 8192

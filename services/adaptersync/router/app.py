@@ -59,7 +59,7 @@ class Serving(NamedTuple):
 def run_router(config: Config) -> None:
     """Serve until SIGTERM or SIGINT, then let requests in flight end and the ledger be written; it outlives a kill."""
     settings = config.router
-    with reserved(settings.host, settings.port, settings.workers) as port:
+    with reserved(settings.host, settings.port) as port:
         config = replace(config, router=replace(settings, port=port))
         run(lambda shares, worker: _run(config, shares, worker), settings.workers)
 

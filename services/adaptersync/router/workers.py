@@ -21,7 +21,7 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NoReturn
 
 import uvloop
@@ -184,17 +184,18 @@ class _Workers:
 
 
 @contextlib.contextmanager
-def reserved(host: str, port: int, workers: int) -> Any:
+def reserved(host: str, port: int) -> Iterator[int]:
     """The port that workers can share: the one given, or, for 0, one that is free and stays so meanwhile."""
-    if workers == 1:
-        yield port
-        return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as held:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        held = socket.socket(family, kind)
+    except OSError as error:
+        raise ConfigError(f"cannot listen: {error.strerror}", key="router.host", value=host) from error
+    with held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
-            held.bind((host, port))
+            held.bind(address)
         except OSError as error:
             raise ConfigError(f"cannot listen: {error.strerror}", key="router.port", value=port) from error
         yield held.getsockname()[1]

@@ -308,10 +308,9 @@ class Proxy:
         chunk = await answer.piece()
         self._look_for_void(call)
         tail = b""
-        attempt.moved()  # the head is on its way: from here on nobody else can be asked
         request.begin(answer.status, answer_headers(answer, call.headers()), answer.length)
         while chunk:
-            attempt.moved()
+            attempt.moved()  # from here on nobody else can be asked
             await request.write(chunk)
             tail = (tail + chunk)[-TAIL_BYTES:]
             chunk = await answer.piece()

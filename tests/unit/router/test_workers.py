@@ -25,8 +25,9 @@ async def work(shares, worker):
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     if "fail" in sys.argv:
         raise ConfigError("on purpose", key="k")
-    os.write(1, f"began {worker} {os.getpid()} {shares.get(worker).decode()}\\n".encode())
+    found = shares.get(worker).decode()
     shares.put(worker, b"left by %d" % os.getpid())
+    os.write(1, f"began {worker} {os.getpid()} {found}\\n".encode())
     await stop.wait()
     os.write(1, f"ended {worker} {os.getpid()}\\n".encode())
 

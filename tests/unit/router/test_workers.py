@@ -9,11 +9,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from adaptersync.router.workers import SHARE_BYTES, SLOTS, Shares, reserved
 from adaptersync_core.errors import ConfigError
+from support.wait import wait_until_sync
 
 PROGRAM = """
 import asyncio, contextlib, logging, os, signal, sys
@@ -103,7 +105,20 @@ def test_workers_end_in_order_when_their_parent_is_killed() -> None:
     with running(2) as it:
         pids = it.began(2)
         it.process.kill()
-        assert {line[1]: int(line[2]) for line in it.rest()} == pids  # and the pipe ended, so they have
+        try:
+            wait_until_sync(lambda: not [pid for pid in pids.values() if _runs(pid)], timeout_s=10.0)
+        finally:
+            for pid in filter(_runs, pids.values()):
+                os.kill(pid, signal.SIGKILL)
+        assert {line[1]: int(line[2]) for line in it.rest()} == pids
+
+
+def _runs(pid: int) -> bool:
+    """Whoever is their parent now may not yet have asked how they ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_workers_that_die_at_once_end_the_router_with_a_reason_and_not_for_ever() -> None:

@@ -12,7 +12,7 @@ import hmac
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 from msgspec import Raw
@@ -24,6 +24,7 @@ from adaptersync.router.attempts import Attempt, Attempts
 from adaptersync.router.call import Call
 from adaptersync.router.connection import Answer, ReplicaError, TimedOut, Unsendable
 from adaptersync.router.connections import Connections
+from adaptersync.router.explanation import Explanation, why
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
@@ -144,6 +145,8 @@ class Proxy:
         body = request.body
         asked = self._read(body)
         call.row.asked = (asked.model or "")[:LABEL]
+        if call.explained:
+            call.explanation = Explanation(policy=self._settings.policy, spill=self._settings.spill)
         if generates:
             check(asked, chat=request.path == CHAT, scoring=self._settings.prompt_logprobs)
         kept = NO_SESSION
@@ -152,6 +155,9 @@ class Proxy:
             if self._sessions is not None and call.session and generates:
                 kept, name = await self._continued(call, name, self._sessions)
             target = await self._admission.admit(name, gate=call.gate)
+            if call.explanation is not None:
+                base = self._admission.base_model
+                call.explanation.why = why(asked.model, base_model=base, session=name != asked.model)
         elif generates:
             raise Unroutable("request names no model", status=400, next_step="see GET /v1/models")
         else:
@@ -218,11 +224,23 @@ class Proxy:
             if not candidates and failure is not None and failure.kind == "unreachable":
                 # a connection that failed says little of a replica: ask the same ones anew
                 candidates = self._outages.candidates(self._view.ready, target.model, (), now)
+            if call.explanation is not None:
+                call.explanation.left_out = self._left_out(target.model, (*candidates, *tried), now)
+                call.explanation.blocks = len(hashes)
             if not candidates:
                 break
             choice = await self._ownership.choose(
-                target.model, hashes, candidates, turn, prompts.weight, prompts.alike, kept=kept.replica
+                target.model,
+                hashes,
+                candidates,
+                turn,
+                prompts.weight,
+                prompts.alike,
+                kept=kept.replica,
+                explained=call.explained,
             )
+            if call.explanation is not None:
+                call.explanation.choice = choice
             try:
                 if len(chains) > 1:
                     await self._ownership.note(target.model, chains[1:], choice)
@@ -243,6 +261,16 @@ class Proxy:
             raise Unroutable("no replica is ready for this", status=503, retry_after_s=RETRY_S, version=target.model)
         call.row.outcome = "upstream_error"
         raise Unroutable(f"no replica could answer: {failure}", status=503, retry_after_s=RETRY_S, version=target.model)
+
+    def _left_out(self, version: str, others: Collection[str], now: float) -> dict[str, str]:
+        """Who is neither asked nor was, and why."""
+        return {
+            name: f"{member.state}: {member.reason}"
+            if member.state != "ready"
+            else self._outages.left_out(name, version, now)
+            for name, member in self._view.table.members.items()
+            if name not in others
+        }
 
     async def _send(
         self,

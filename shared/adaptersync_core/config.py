@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from adaptersync_core.errors import ConfigError, NameInvalid
 from adaptersync_core.identity import check_name
-from adaptersync_core.keys import ROUTER_SERVES_S
+from adaptersync_core.keys import ROUTER_SERVES_S, SESSION_TTL_S
 from adaptersync_core.proof import Verdict
 
 ENVIRONMENT = "ADAPTERSYNC_"
@@ -125,7 +125,7 @@ class RouterSection(Section, frozen=True, kw_only=True):
     body_bytes: int = 16 << 20
     """The largest request body."""
     arriving_bytes: int = 256 << 20
-    """Of all request bodies that have not yet arrived whole."""
+    """Of all request bodies that have not yet arrived whole, or wait for an earlier request of their client."""
     head_bytes: int = 64 << 10
     """The largest request line with its headers."""
     connections: int = 8192
@@ -155,6 +155,9 @@ class RouterSection(Section, frozen=True, kw_only=True):
     spill: int = 8
     """How many sequences in flight an owner may be ahead; by `promise` at least an eighth of the mean. A request for
     several completions, or with several prompts, is so many sequences."""
+    session_s: float = SESSION_TTL_S
+    """How long after its last turn a session, named in x-session-id, keeps its version and its replica. Each takes some
+    300 bytes of the cache server so long; past its bound that forgets those that were silent longest. 0: none do."""
     spool_path: str = "/var/lib/adaptersync/spool"
     """A directory on this host's disk where ledger rows wait for Redis, across restarts of the router; its group has a
     directory of its own in it. Who wipes a group on purpose removes that, too: it holds rows that would come back."""
@@ -321,7 +324,7 @@ def _check(config: Config) -> None:
             value = getattr(values, key)
             if type(value) not in (int, float):
                 continue
-            if not math.isfinite(value) or value < 0 or (value == 0 and key.endswith("_s")):
+            if not math.isfinite(value) or value < 0 or (value == 0 and key.endswith("_s") and key != "session_s"):
                 raise ConfigError("setting must be positive and finite", key=f"{section}.{key}", value=value)
             if key == "port" and value > 65535:
                 raise ConfigError("setting must be a port, 0 to 65535", key=f"{section}.{key}", value=value)

@@ -5,6 +5,8 @@ from __future__ import annotations
 REQUEST_ID = "x-adaptersync-request-id"
 VERSION = "x-adaptersync-version"  # adapter id that wrote an answer, or the base model's name
 REPLICA = "x-adaptersync-replica"
+SESSION = "x-session-id"  # a client's name for one conversation; replicas are told, too
+EXPLAIN = "x-adaptersync-explain"  # asks for the decision's reasons; the answer has them under the same name
 SUBSTITUTED = "x-adaptersync-substituted"  # a name that the version asked for stands in for; a relay says so
 VOIDED = "x-adaptersync-voided"  # the version was found bad while it wrote this answer
 GATE = "x-adaptersync-gate"  # credentials for versions that wait at the gate; the router keeps them to itself

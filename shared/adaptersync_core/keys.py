@@ -38,6 +38,7 @@ LANE_TTL_S = 600  # bytes in the fast lane; long enough for the slowest replica,
 INFLIGHT_TTL_S = 60  # in-flight counts when no router is left
 PROMISES_TTL_S = 600  # what is expected of a version of which no new prompt came
 REPEATS_TTL_S = 86400  # how often a run's prompts are asked for, when it stands still
+SESSION_TTL_S = 3600  # where a conversation is, after its last turn; router.session_s
 
 SPECS = (
     KeySpec(pattern="control", type="hash", server="control", writer="coordinator", bound="6 fields"),
@@ -139,6 +140,14 @@ SPECS = (
         bound="2 fields",
         ttl_s=REPEATS_TTL_S,
     ),
+    KeySpec(
+        pattern="session:{session}",
+        type="string",
+        server="cache",
+        writer="router",
+        bound="300 bytes, one a session of the last router.session_s",
+        ttl_s=SESSION_TTL_S,
+    ),
 )
 
 
@@ -191,3 +200,6 @@ class Keys:
 
     def repeats(self, run: str) -> str:
         return f"{self._head}repeats:{run}"
+
+    def session(self, session: str) -> str:
+        return f"{self._head}session:{session}"

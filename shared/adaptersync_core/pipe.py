@@ -63,6 +63,14 @@ class Pipe:
             raise self._away("not connected")
         return await line.send(arguments)
 
+    def tell(self, *arguments: Argument) -> None:
+        """A call that nobody waits for; whether it did anything is not said."""
+        line = self._line
+        if line is None or line.broken:
+            self._reconnect()
+        else:
+            line.send(arguments).add_done_callback(_unheeded)
+
     async def calls(self, commands: Iterable[Sequence[Argument]]) -> list[Any]:
         """Many calls in one go; each reply, or the ControlError that took its place."""
         line = self._line
@@ -238,6 +246,11 @@ class _Line(asyncio.Protocol):
                 self.end("no answer in time")
             else:
                 self._watch = self._loop.call_at(due, self._check)
+
+
+def _unheeded(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
 
 
 def _refused(text: str) -> ControlError:

@@ -34,7 +34,8 @@ class Row(Struct, kw_only=True, omit_defaults=True):
     router_error; open; unknown. `first_byte_s` counts from sending to the replica. `started_at` is the router's wall
     clock. `voided`: the version was found bad, while it ran or later. `gated`: asked with the gate's own credentials.
     `substituted` is the name that the version stands for, when it is another's. `tried` are replicas that were asked
-    before `replica`, each with why it did not do, when `attempts` are several. A row may be without what came after it
+    before `replica`, each with why it did not do, when `attempts` are several. `session` stands for the session of its
+    run that it was asked in. A row may be without what came after it
     was opened. A router fills it as it goes.
     """
 
@@ -65,6 +66,7 @@ class Row(Struct, kw_only=True, omit_defaults=True):
     voided: bool = False
     gated: bool = False
     substituted: str = ""
+    session: str = ""
     reason: str = ""
 
 

@@ -22,7 +22,7 @@ class Admission:
     def __init__(self, view: TableView, fates: Fates, *, base_model: str, hold_s: float, held_requests: int) -> None:
         self._view = view
         self._fates = fates
-        self._base_model = base_model
+        self.base_model = base_model
         self._hold_s = hold_s
         self._held_requests = held_requests
         self._table = Table()
@@ -50,10 +50,10 @@ class Admission:
         while True:
             table = self._view.serving()
             known = self._fates.get(name, table.generation)
-            answer = resolve(table, name, base_model=self._base_model, fate=known, gate=gate)
+            answer = resolve(table, name, base_model=self.base_model, fate=known, gate=gate)
             if isinstance(answer, Ask):
                 fate = await self._ask(name, answer, table.generation)
-                answer = resolve(self._view.serving(), name, base_model=self._base_model, fate=fate, gate=gate)
+                answer = resolve(self._view.serving(), name, base_model=self.base_model, fate=fate, gate=gate)
             if isinstance(answer, Target):
                 return answer
             if isinstance(answer, Hold):

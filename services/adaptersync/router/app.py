@@ -27,6 +27,7 @@ from adaptersync.router.prompts import Reader
 from adaptersync.router.proxy import CHAT, Proxy
 from adaptersync.router.report import Reporter
 from adaptersync.router.server import Limits, Server
+from adaptersync.router.sessions import Sessions
 from adaptersync.router.status import Status
 from adaptersync.router.table import TableView
 from adaptersync.router.tokenizer import load
@@ -58,7 +59,7 @@ class Serving(NamedTuple):
 def run_router(config: Config) -> None:
     """Serve until SIGTERM or SIGINT, then let requests in flight end and the ledger be written; it outlives a kill."""
     settings = config.router
-    with reserved(settings.host, settings.port, settings.workers) as port:
+    with reserved(settings.host, settings.port) as port:
         config = replace(config, router=replace(settings, port=port))
         run(lambda shares, worker: _run(config, shares, worker), settings.workers)
 
@@ -135,6 +136,7 @@ async def _serving(
         spill=settings.spill,
         blocks_per_version=settings.blocks_per_version,
     )
+    sessions = Sessions(cache, keys, keep_s=settings.session_s) if settings.session_s > 0 else None
     attempts, outages, metrics = Attempts(), Outages(), Metrics(shares.get(worker))
     ledger = await Ledger.at(
         rows,
@@ -152,6 +154,7 @@ async def _serving(
         reader=reader,
         admission=admission,
         ownership=ownership,
+        sessions=sessions,
         attempts=attempts,
         outages=outages,
         ledger=ledger,

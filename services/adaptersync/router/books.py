@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from adaptersync.router.policy import HEAD, MANY, Block, Choice, Policy, Standing, boilerplate, choose, owned
 from adaptersync.router.promises import Promises, Repeats
 
@@ -26,9 +28,16 @@ class Books:
         self.repeats = Repeats()
 
     def route(
-        self, hashes: Sequence[str], candidates: Sequence[str], turn: int, weight: int = 1, alike: int = 1
+        self,
+        hashes: Sequence[str],
+        candidates: Sequence[str],
+        turn: int,
+        weight: int = 1,
+        alike: int = 1,
+        kept: str = "",
     ) -> Choice:
-        """A request of `weight` sequences, `alike` of them of the prompt that `hashes` tell of."""
+        """A request of `weight` sequences, `alike` of them of the prompt that `hashes` tell of; its session has
+        `kept`."""
         known: list[Block] = []
         for name in hashes:
             if name not in self.blocks:
@@ -48,6 +57,7 @@ class Books:
             policy=self.policy,
             spill=self.spill,
             turn=turn,
+            kept=kept,
         )
         self.inflight[choice.replica] += weight
         if self.policy == "promise":
@@ -55,7 +65,7 @@ class Books:
         for place, name in enumerate(hashes):
             before = known[place] if place < len(known) else Block(child="", owners=())
             self.blocks[name] = _seen(before, hashes[place + 1 : place + 2], choice.replica if place >= common else "")
-        return choice
+        return replace(choice, boilerplate=common, known=len(known))
 
     def release(self, replica: str, weight: int = 1) -> None:
         self.inflight[replica] -= weight

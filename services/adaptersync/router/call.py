@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from functools import lru_cache
 
+from adaptersync.router.explanation import Explanation
 from adaptersync.router.policy import Choice
 from adaptersync.router.resolve import Target
 from adaptersync.router.server import Pair, Request
@@ -19,12 +20,18 @@ _VERSION = headers.VERSION.encode()
 _REPLICA = headers.REPLICA.encode()
 _VOIDED = headers.VOIDED.encode()
 _SUBSTITUTED = headers.SUBSTITUTED.encode()
+_SESSION = headers.SESSION.encode()
+_EXPLAIN = headers.EXPLAIN.encode()
 
 
 class Call:
-    """`recorded`: its row belongs in the ledger. `sent`: a replica was asked, and the row is opened."""
+    """`recorded`: its row belongs in the ledger. `sent`: a replica was asked, and the row is opened.
 
-    __slots__ = ("gate", "recorded", "row", "sent", "started")
+    `session` is what the client calls the session that it asks in. `explained`: it wants to know why; `explanation` is
+    what it is told.
+    """
+
+    __slots__ = ("explained", "explanation", "gate", "recorded", "row", "sent", "session", "started")
 
     def __init__(self, request_id: str, router: str, request: Request, *, recorded: bool, gate: bool) -> None:
         self.started = time.monotonic()
@@ -36,8 +43,16 @@ class Call:
         )
         if gate:
             self.row.gated = True
-        if substituted := request.header(_SUBSTITUTED):
-            self.row.substituted = _printable(substituted)
+        self.session = b""
+        self.explained = False
+        self.explanation: Explanation | None = None
+        for name, value in request.headers:
+            if name == _SESSION:
+                self.session = value
+            elif name == _EXPLAIN:
+                self.explained = value not in (b"", b"0")
+            elif name == _SUBSTITUTED:
+                self.row.substituted = _printable(value)
 
     def headers(self) -> list[Pair]:
         row = self.row
@@ -48,6 +63,8 @@ class Call:
             ours.append((_REPLICA, _encoded(row.replica)))
         if row.voided:
             ours.append((_VOIDED, b"1"))
+        if self.explanation is not None:
+            ours.append((_EXPLAIN, self.explanation.line(row)))
         return ours
 
     def admitted(self, target: Target, generation: int) -> None:

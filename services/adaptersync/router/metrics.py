@@ -92,7 +92,7 @@ class Metrics:
         histogram.sum += value
 
     def gauge(self, name: str, value: float, *labels: str) -> None:
-        self.figures.gauges[name][labels] = value
+        self.figures.gauges[name][labels] = float(value)  # what others read is strict
 
     def keep_replicas(self, replicas: Collection[str]) -> None:
         """Drop the series of replicas that are gone."""

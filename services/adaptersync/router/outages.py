@@ -49,5 +49,11 @@ class Outages:
         heard = [name for name in holders if name not in self._silent] or holders
         return [name for name in heard if not self.out(name, now)] or heard
 
+    def left_out(self, replica: str, version: str, now: float) -> str:
+        """Why one that is ready was not asked."""
+        if now < self._missing.get((replica, version), float("-inf")):
+            return "missing version"
+        return "silent" if replica in self._silent else "unreachable" if self.out(replica, now) else ""
+
     def out(self, replica: str, now: float) -> bool:
         return now < self._unreachable.get(replica, float("-inf"))

@@ -12,8 +12,9 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import Any
 
-from adaptersync.router.policy import Choice, Outcome, Policy, Standing, choose
+from adaptersync.router.policy import Choice, Policy, Standing, choose
 from adaptersync_core.bus import Bell
 from adaptersync_core.errors import ControlError
 from adaptersync_core.identity import is_adapter_id, parse_adapter_id
@@ -58,16 +59,31 @@ class Ownership:
         turn: int,
         weight: int = 1,
         alike: int = 1,
+        *,
+        kept: str = "",
+        explained: bool = False,
     ) -> Choice:
         """One of the candidates (at least one), counted in flight until `release`.
 
-        The request is of `weight` sequences, `alike` of them of the prompt that `hashes` tell of.
+        The request is of `weight` sequences, `alike` of them of the prompt that `hashes` tell of; its session has the
+        replica `kept`. `explained`: with what it was decided from.
         """
         try:
-            replica, outcome, owned = await self._route(version, hashes, candidates, self._policy, turn, weight, alike)
-            choice = Choice(replica=replica, outcome=outcome, owned=owned, weight=weight)
+            reply = await self._route(
+                version, hashes, candidates, self._policy, turn, weight, alike, kept, "1" if explained else ""
+            )
         except ControlError:
-            choice = self._alone(candidates, turn, weight)
+            choice = self._alone(candidates, turn, weight, kept, explained=explained)
+        else:
+            choice = Choice(
+                replica=reply[0],
+                outcome=reply[1],
+                owned=reply[2],
+                weight=weight,
+                boilerplate=reply[3],
+                known=reply[4],
+                standings=_standings(candidates, reply[5:]) if explained else (),
+            )
         self.inflight[choice.replica] += weight
         return choice
 
@@ -150,7 +166,9 @@ class Ownership:
         turn: int,
         weight: int,
         alike: int,
-    ) -> tuple[str, Outcome, int]:
+        kept: str = "",
+        explained: str = "",
+    ) -> Any:
         arguments: tuple[str | int, ...] = (
             self._router,
             policy,
@@ -163,20 +181,35 @@ class Ownership:
             REPEATS_TTL_S,
             weight,
             alike,
+            kept,
+            explained,
             len(candidates),
             *candidates,
             *hashes,
         )
         touched = self._touches.get(version) or self._touched(version)
-        replica, outcome, owned = await self._pipe.script(self._scripts["route"], touched, arguments)
-        return replica, outcome, owned
+        return await self._pipe.script(self._scripts["route"], touched, arguments)
 
-    def _alone(self, candidates: Sequence[str], turn: int, weight: int) -> Choice:
+    def _alone(self, candidates: Sequence[str], turn: int, weight: int, kept: str, *, explained: bool) -> Choice:
         """The same rule with the replica that the prompt's hash falls on as its owner."""
         home = turn % len(candidates)
         standings = [
             Standing(replica=name, owned=int(place == home), inflight=self.inflight[name])
             for place, name in enumerate(candidates)
         ]
-        choice = choose(standings, policy=self._policy, spill=self._spill, turn=turn)
-        return Choice(replica=choice.replica, outcome="local", owned=0, weight=weight)
+        choice = choose(standings, policy=self._policy, spill=self._spill, turn=turn, kept=kept)
+        return Choice(
+            replica=choice.replica,
+            outcome="local",
+            owned=0,
+            weight=weight,
+            standings=tuple(standings) if explained else (),
+        )
+
+
+def _standings(candidates: Sequence[str], numbers: Sequence[int]) -> tuple[Standing, ...]:
+    each = iter(numbers)
+    return tuple(
+        Standing(replica=name, owned=owned, inflight=inflight, promised=promised)
+        for name, owned, inflight, promised in zip(candidates, each, each, each, strict=True)
+    )

@@ -16,6 +16,8 @@ the same largest load; and promises keep two groups that began in the same momen
 
 A prefix that leads to several different continuations is boilerplate (a chat template, a shared system prompt):
 everybody will have it soon, so owning it speaks for nobody.
+
+A session that has a replica keeps it, whatever else is true: its turns are one conversation, and are cached there.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-Outcome = Literal["affinity", "cold", "spill", "local"]
+Outcome = Literal["affinity", "cold", "spill", "session", "local"]
 Policy = Literal["promise", "threshold"]
 
 HEAD = 4  # hex digits of a block's hash by which its parent remembers it: 1 in 65,536 branches is seen one prompt later
@@ -52,12 +54,19 @@ class Standing(Struct, frozen=True, kw_only=True):
 
 class Choice(Struct, frozen=True, kw_only=True):
     """Where a request goes, why, how many blocks beyond the boilerplate are expected to be warm there, and as how many
-    sequences it is counted."""
+    sequences it is counted.
+
+    Of the prompt's blocks `known` had been seen, of which the first `boilerplate` are everybody's. `standings` are what
+    it was decided from, where somebody wanted to know.
+    """
 
     replica: str
     outcome: Outcome
     owned: int
     weight: int = 1
+    boilerplate: int = 0
+    known: int = 0
+    standings: tuple[Standing, ...] = ()
 
 
 def boilerplate(known: Sequence[Block], hashes: Sequence[str]) -> int:
@@ -84,8 +93,14 @@ def owned(known: Sequence[Block], common: int) -> dict[str, int]:
     return depth
 
 
-def choose(standings: Sequence[Standing], *, policy: Policy, spill: int, turn: int) -> Choice:
-    """The rule, over at least one candidate. `turn` breaks ties: a prompt breaks them the same way everywhere."""
+def choose(standings: Sequence[Standing], *, policy: Policy, spill: int, turn: int, kept: str = "") -> Choice:
+    """The rule, over at least one candidate. `turn` breaks ties: a prompt breaks them the same way everywhere.
+
+    `kept` is the replica of the request's session.
+    """
+    for standing in standings if kept else ():
+        if standing.replica == kept:
+            return Choice(replica=kept, outcome="session", owned=standing.owned)
     shift = turn % len(standings)
     order = [*standings[shift:], *standings[:shift]]
     if policy == "promise":

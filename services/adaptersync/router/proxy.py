@@ -12,7 +12,7 @@ import hmac
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 from msgspec import Raw
@@ -24,13 +24,16 @@ from adaptersync.router.attempts import Attempt, Attempts
 from adaptersync.router.call import Call
 from adaptersync.router.connection import Answer, ReplicaError, TimedOut, Unsendable
 from adaptersync.router.connections import Connections
+from adaptersync.router.explanation import Explanation, why
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
 from adaptersync.router.ownership import Ownership
 from adaptersync.router.prompts import Prompts, Reader
-from adaptersync.router.resolve import RETRY_S, Target
+from adaptersync.router.resolve import RETRY_S, Target, Wanted, parse
 from adaptersync.router.server import ClientGone, Pair, Reply, Request
+from adaptersync.router.sessions import NONE as NO_SESSION
+from adaptersync.router.sessions import Kept, Sessions, session_name, still
 from adaptersync.router.table import TableView
 from adaptersync.router.upstream import answer_headers, request_headers
 from adaptersync.router.usage import TAIL_BYTES
@@ -58,7 +61,8 @@ class _Elsewhere(Exception):
 
 
 class Proxy:
-    """Everything one request touches, wired once. `serving` are requests at replicas, by version."""
+    """Everything one request touches, wired once. `serving` are requests at replicas, by version. Without `sessions`
+    each request stands for itself."""
 
     def __init__(
         self,
@@ -70,6 +74,7 @@ class Proxy:
         reader: Reader,
         admission: Admission,
         ownership: Ownership,
+        sessions: Sessions | None,
         attempts: Attempts,
         outages: Outages,
         ledger: Ledger,
@@ -82,6 +87,7 @@ class Proxy:
         self._reader = reader
         self._admission = admission
         self._ownership = ownership
+        self._sessions = sessions
         self._attempts = attempts
         self._outages = outages
         self._ledger = ledger
@@ -139,10 +145,19 @@ class Proxy:
         body = request.body
         asked = self._read(body)
         call.row.asked = (asked.model or "")[:LABEL]
+        if call.explained:
+            call.explanation = Explanation(policy=self._settings.policy, spill=self._settings.spill)
         if generates:
             check(asked, chat=request.path == CHAT, scoring=self._settings.prompt_logprobs)
+        kept = NO_SESSION
         if asked.model:
-            target = await self._admission.admit(asked.model, gate=call.gate)
+            name = asked.model
+            if self._sessions is not None and call.session and generates:
+                kept, name = await self._continued(call, name, self._sessions)
+            target = await self._admission.admit(name, gate=call.gate)
+            if call.explanation is not None:
+                base = self._admission.base_model
+                call.explanation.why = why(asked.model, base_model=base, session=name != asked.model)
         elif generates:
             raise Unroutable("request names no model", status=400, next_step="see GET /v1/models")
         else:
@@ -161,13 +176,21 @@ class Proxy:
                     body = _rename(body, target.model)
                 # what is not generated leaves nothing in a replica's cache
                 prompts = await self._prompts(asked, chat=request.path == CHAT) if generates else Prompts()
-                return await self._dispatch(request, call, target, body, prompts)
+                return await self._dispatch(request, call, target, body, prompts, kept)
             finally:
                 self._at_replicas -= 1
         finally:
             self.serving[target.model] -= 1
             if self.serving[target.model] <= 0:
                 del self.serving[target.model]
+
+    async def _continued(self, call: Call, name: str, sessions: Sessions) -> tuple[Kept, str]:
+        """What the session has that this is asked in, and what to admit for `name`."""
+        base = self._admission.base_model
+        wanted = Wanted(run=base) if name == base else parse(name)
+        call.row.session = session_name(call.session, wanted.run)
+        kept = await sessions.read(call.row.session)
+        return kept, still(kept, wanted, self._view.table) or name
 
     def _read(self, body: bytes) -> Asked:
         try:
@@ -182,7 +205,7 @@ class Proxy:
         return prompts
 
     async def _dispatch(
-        self, request: Request, call: Call, target: Target, body: bytes, prompts: Prompts
+        self, request: Request, call: Call, target: Target, body: bytes, prompts: Prompts, kept: Kept
     ) -> Reply | None:
         """Try replicas until one answers, or nobody is left."""
         blocks, size = self._settings.blocks_per_request, self._view.block_size
@@ -201,13 +224,29 @@ class Proxy:
             if not candidates and failure is not None and failure.kind == "unreachable":
                 # a connection that failed says little of a replica: ask the same ones anew
                 candidates = self._outages.candidates(self._view.ready, target.model, (), now)
+            if call.explanation is not None:
+                call.explanation.left_out = self._left_out(target.model, (*candidates, *tried), now)
+                call.explanation.blocks = len(hashes)
             if not candidates:
                 break
-            choice = await self._ownership.choose(target.model, hashes, candidates, turn, prompts.weight, prompts.alike)
+            choice = await self._ownership.choose(
+                target.model,
+                hashes,
+                candidates,
+                turn,
+                prompts.weight,
+                prompts.alike,
+                kept=kept.replica,
+                explained=call.explained,
+            )
+            if call.explanation is not None:
+                call.explanation.choice = choice
             try:
                 if len(chains) > 1:
                     await self._ownership.note(target.model, chains[1:], choice)
                 call.routed(choice, time.monotonic() - now)
+                if call.row.session and self._sessions is not None:
+                    self._sessions.keep(call.row.session, kept, Kept(target.model, choice.replica))
                 self._metrics.count("routed", choice.outcome, choice.replica)
                 last = left == 0 or len(candidates) == 1
                 return await self._send(request, call, target, choice.replica, body, sent, last=last)
@@ -222,6 +261,16 @@ class Proxy:
             raise Unroutable("no replica is ready for this", status=503, retry_after_s=RETRY_S, version=target.model)
         call.row.outcome = "upstream_error"
         raise Unroutable(f"no replica could answer: {failure}", status=503, retry_after_s=RETRY_S, version=target.model)
+
+    def _left_out(self, version: str, others: Collection[str], now: float) -> dict[str, str]:
+        """Who is neither asked nor was, and why."""
+        return {
+            name: f"{member.state}: {member.reason}"
+            if member.state != "ready"
+            else self._outages.left_out(name, version, now)
+            for name, member in self._view.table.members.items()
+            if name not in others
+        }
 
     async def _send(
         self,
@@ -287,10 +336,9 @@ class Proxy:
         chunk = await answer.piece()
         self._look_for_void(call)
         tail = b""
-        attempt.moved()  # the head is on its way: from here on nobody else can be asked
         request.begin(answer.status, answer_headers(answer, call.headers()), answer.length)
         while chunk:
-            attempt.moved()
+            attempt.moved()  # from here on nobody else can be asked
             await request.write(chunk)
             tail = (tail + chunk)[-TAIL_BYTES:]
             chunk = await answer.piece()

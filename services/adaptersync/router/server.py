@@ -7,11 +7,15 @@ bytes, so slow clients hold nobody up. When a client goes, what was asked for it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Sequence
 from http import HTTPStatus
+from socket import SO_LINGER, SOL_SOCKET
+from struct import pack
 from typing import Protocol
+from urllib.parse import urlsplit, urlunsplit
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from msgspec import Struct
@@ -20,18 +24,21 @@ HEADERS = 128  # of a request
 AHEAD = 8  # requests that a client may send before the first is answered; then it is not read
 ARRIVE_S = 30.0  # from the first byte of a request to its last
 IDLE_S = 75.0  # between two requests of a connection
-STALL_S = 60.0  # in which a client takes nothing of its answer
+STALL_S = 60.0  # in which a client takes too little of its answers for more to be written
 LINGER_S = 2.0  # after a refusal what still comes is read away: an answer must not be lost to a reset
 SWEEP_S = 1.0  # between two looks at the four above
+TOLD = 64  # connections above the limit that are told so; any more are cut
+PIECES = 64  # of a body are kept as they come; after that what is small must not cost more than its bytes
 
 Pair = tuple[bytes, bytes]
 log = logging.getLogger(__name__)
 
+_RESET = pack("ii", 1, 0)  # a connection that lingers so does not end but break
 _LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """Bytes of one head and of one body, of all bodies that are on their way, and how many connections may be open."""
+    """Bytes of one head and of one body, of all bodies not yet handled, and how many connections may be open."""
 
     head_bytes: int
     body_bytes: int
@@ -108,7 +115,7 @@ class Request:
         """Its value, or nothing."""
         for each, value in self.headers:
             if each == name:
-                return value
+                return value.rstrip(b" \t")
         return b""
 
     @property
@@ -169,7 +176,7 @@ class Server:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.arriving = 0  # bytes of requests that are not whole
+        self.arriving = 0  # bytes of bodies that are not whole, or wait for the request before them
         self.connections: set[_Connection] = set()
         self.stopping = False
         self.loop = asyncio.get_running_loop()
@@ -195,16 +202,13 @@ class Server:
             self._sweeping.cancel()
         for connection in [*self.connections]:
             connection.stop()
-        tasks = [connection.task for connection in self.connections if connection.task is not None]
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=drain_s)
-            for task in late:
-                task.cancel()
-            if late:
-                await asyncio.wait(late)
-        for connection in [*self.connections]:
+        if self.connections:
+            await asyncio.wait([connection.closed for connection in self.connections], timeout=drain_s)
+        late = [*self.connections]
+        for connection in late:
             connection.close()
-            await connection.closed
+        if late:
+            await asyncio.wait([each for one in late for each in (one.closed, one.task) if each is not None])
 
     def _sweep(self) -> None:
         now = self.loop.time()
@@ -216,27 +220,6 @@ class Server:
 class _Connection(asyncio.Protocol):
     """One client. A request is read while the one before is handled, but handled only after it."""
 
-    __slots__ = (
-        "_body",
-        "_broken",
-        "_headers",
-        "_held",
-        "_length",
-        "_parser",
-        "_quiet",
-        "_room",
-        "_server",
-        "_since",
-        "_size",
-        "_stage",
-        "_stalled_since",
-        "_target",
-        "_transport",
-        "_waiting",
-        "closed",
-        "task",
-    )
-
     def __init__(self, server: Server) -> None:
         self._server = server
         self._parser = HttpRequestParser(self)
@@ -245,6 +228,7 @@ class _Connection(asyncio.Protocol):
         self._room: asyncio.Future[None] | None = None  # waits for room to write in
         self._stalled_since = 0.0
         self._held = False  # is not read for the moment
+        self._old = False  # what is read is HTTP/1.0
         self._broken: Refused | None = None  # nothing more is read, ever
         self._since = 0.0  # when the first byte of a request came, or the connection became idle
         self._quiet = 0  # bytes since a request last got on
@@ -258,7 +242,7 @@ class _Connection(asyncio.Protocol):
         self._target = b""
         self._headers: list[Pair] = []
         self._length = 0  # of the head, so far
-        self._body: list[bytes] = []
+        self._body: list[bytes | bytearray] = []
         self._size = 0
 
     # for the request
@@ -296,13 +280,12 @@ class _Connection(asyncio.Protocol):
                 self._refuse(Refused(408, "request did not arrive in time"))
 
     def stop(self) -> None:
-        """Close, or do so after what is being handled."""
+        """Close once the client has what was written; what is being handled ends first."""
         if self.task is None:
-            self.close()
-        else:
-            self._waiting.clear()
+            self._transport.close()
 
     def close(self) -> None:
+        """Cut it; what is being handled is cancelled."""
         self._transport.abort()
 
     # what the transport tells
@@ -311,13 +294,16 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
         self._since = self._server.loop.time()
         self._server.connections.add(self)
-        if len(self._server.connections) > self._server.limits.connections:
+        over = len(self._server.connections) - self._server.limits.connections
+        if over > TOLD:
+            self.close()
+        elif over > 0:
             self._refuse(Refused(503, "no more connections can be open"))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._server.connections.discard(self)
         self.closed.set_result(None)
-        self._server.arriving -= self._size
+        self._server.arriving -= self._size + sum(len(request.body) for request in self._waiting)
         self._size = 0
         self._waiting.clear()
         self.resume_writing()
@@ -378,14 +364,20 @@ class _Connection(asyncio.Protocol):
         self._stage = "body"
         self._quiet = 0
         length, coded, expects = 0, False, False
+        version = self._parser.get_http_version()
+        if version != "1.1" and version != "1.0":
+            raise Refused(505, "HTTP/1.1 is spoken here")
+        self._old = version == "1.0"
         for name, value in self._headers:
             if name == b"content-length":
                 length = int(value)
             elif name == b"transfer-encoding":
                 coded = True
+                if self._old or value.strip().lower() != b"chunked":
+                    raise Refused(501, "transfer coding is not known")
             elif name == b"expect":
-                expects = value.lower() == b"100-continue"
-            elif name == b"content-encoding" and value.lower() != b"identity":
+                expects = value.strip().lower() == b"100-continue" and not self._old
+            elif name == b"content-encoding" and value.strip().lower() != b"identity":
                 raise Refused(415, "request body is compressed")
         if self._parser.should_upgrade():
             raise Refused(400, "no other protocol is spoken here")
@@ -399,7 +391,13 @@ class _Connection(asyncio.Protocol):
     def on_body(self, piece: bytes) -> None:
         self._quiet = 0
         self._room_for(self._size + len(piece))
-        self._body.append(piece)
+        pieces = self._body
+        if len(pieces) < PIECES:
+            pieces.append(piece)
+        elif len(pieces) == PIECES:
+            pieces.append(bytearray(piece))
+        else:
+            pieces[-1] += piece
         self._size += len(piece)
         self._server.arriving += len(piece)
 
@@ -412,17 +410,16 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         parser = self._parser
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        body = bytes(self._body[0]) if len(self._body) == 1 else b"".join(self._body)
         request = Request(
             self,
             method=parser.get_method().decode(),
-            target=self._target.decode("latin-1"),
+            target=_origin_form(self._target.decode("latin-1")),
             headers=self._headers,
             body=body,
             keeps=parser.should_keep_alive(),
-            old=parser.get_http_version() == "1.0",
+            old=self._old,
         )
-        self._server.arriving -= self._size
         self._clear()
         self._waiting.append(request)
         if self.task is None:
@@ -435,10 +432,13 @@ class _Connection(asyncio.Protocol):
 
     def _next(self) -> None:
         request = self._waiting.popleft()
+        self._server.arriving -= len(request.body)
         self.task = self._server.loop.create_task(self._handle(request))
 
     async def _handle(self, request: Request) -> None:
         try:
+            if self._room is not None:
+                await self.room()  # the client takes what it has asked for, or gets no more
             reply = await self._server.service.handle(request)
             if reply is not None:
                 request.answer(reply)
@@ -447,16 +447,24 @@ class _Connection(asyncio.Protocol):
         except Exception:
             log.exception("%s %s could not be handled", request.method, request.path[:96])
             if not request.begun:
-                request.answer(FAILED)
+                with contextlib.suppress(ClientGone):
+                    request.answer(FAILED)
         finally:
             self.task = None
-            if not request.ended or not request.keeps or self._transport.is_closing():
-                # what is only half an answer must not look like a whole one
-                self._transport.close() if request.ended else self._transport.abort()
+            if not request.ended:
+                # half an answer must not look like a whole one, also where the connection's end would be its own
+                if not request.keeps and not self._transport.is_closing():
+                    self._transport.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, _RESET)
+                self._transport.abort()
+            elif not request.keeps or self._transport.is_closing():
+                self._transport.close()
             else:
                 self._go_on()
 
     def _go_on(self) -> None:
+        if self._server.stopping:
+            self._transport.close()
+            return
         if self._held and len(self._waiting) < AHEAD:
             self._held = False
             self._transport.resume_reading()
@@ -464,8 +472,6 @@ class _Connection(asyncio.Protocol):
             self._next()
         elif self._broken is not None:
             self._say(self._broken)
-        elif self._server.stopping:
-            self.close()
         else:
             self._since = self._server.loop.time()
 
@@ -483,3 +489,11 @@ class _Connection(asyncio.Protocol):
             request = Request(self, target=self._target.decode("latin-1"), headers=self._headers)
             request.answer(self._server.service.refuse(request, error))
             self._transport.write_eof()
+
+
+def _origin_form(target: str) -> str:
+    """Path and query: who takes us for a proxy names the host, too."""
+    if target.startswith("/"):
+        return target
+    parts = urlsplit(target)
+    return urlunsplit(("", "", parts.path or "/", parts.query, ""))

@@ -126,17 +126,20 @@ class Status:
         return json_answer({"object": "list", "data": cards})
 
     async def metrics(self, request: Request) -> Reply:
-        """Of all workers; of the others as of a moment ago."""
-        self._measure()
+        """Of all workers; of the others as of a moment ago. What was told is not less when this one was replaced."""
+        self._put()
         text = self._metrics.text(self._shares.others(self._worker))
         return Reply(200, ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),), text)
 
     async def share(self) -> None:
         """Leave this worker's figures for the others; runs until cancelled."""
         while True:
-            self._measure()
-            self._shares.put(self._worker, self._metrics.encode())
+            self._put()
             await asyncio.sleep(PUT_S)
+
+    def _put(self) -> None:
+        self._measure()
+        self._shares.put(self._worker, self._metrics.encode())
 
     def _measure(self) -> None:
         view, metrics, ledger = self._view, self._metrics, self._ledger

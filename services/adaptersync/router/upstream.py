@@ -8,7 +8,7 @@ from aiohttp import ClientPayloadError, ClientResponse
 
 from adaptersync.router.connection import Answer
 from adaptersync.router.server import Pair, Request
-from adaptersync_core.headers import GATE, REPLICA, REQUEST_ID, SUBSTITUTED, VERSION, VOIDED
+from adaptersync_core.headers import EXPLAIN, GATE, REPLICA, REQUEST_ID, SUBSTITUTED, VERSION, VOIDED
 
 # headers that belong to one connection
 _HOP = (
@@ -23,9 +23,11 @@ _HOP = (
     b"upgrade",
 )
 # written anew with each request and answer
-_NOT_SENT = frozenset((*_HOP, b"host", b"content-length", b"expect", GATE.encode(), SUBSTITUTED.encode()))
+_NOT_SENT = frozenset(
+    (*_HOP, b"host", b"content-length", b"expect", GATE.encode(), SUBSTITUTED.encode(), EXPLAIN.encode())
+)
 _NOT_ANSWERED = frozenset(
-    (*_HOP, b"content-length", *(name.encode() for name in (REQUEST_ID, VERSION, REPLICA, VOIDED)))
+    (*_HOP, b"content-length", *(name.encode() for name in (REQUEST_ID, VERSION, REPLICA, VOIDED, EXPLAIN)))
 )
 
 

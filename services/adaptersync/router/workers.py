@@ -21,7 +21,7 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NoReturn
 
 import uvloop
@@ -29,6 +29,7 @@ import uvloop
 from adaptersync_core.errors import AdapterSyncError, ConfigError
 
 SHARE_BYTES = 256 << 10  # of figures of one worker: a group of a thousand replicas has them
+SLOTS = 2  # of a share, written in turn: who is killed while it writes leaves what it had left before
 PUT_S = 1.0  # between two times a worker leaves its figures
 AGAIN_S = 0.5  # before one that died is replaced
 DEATHS = 5  # within DYING_S end the router: whoever started it shall know
@@ -36,7 +37,7 @@ DYING_S = 10.0
 
 GARBAGE = 50_000  # objects more than before, when the collector looks
 
-_HEAD = struct.Struct("=II")  # length, checksum
+_HEAD = struct.Struct("=QII")  # which one this is, length, checksum
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 
@@ -48,26 +49,38 @@ class Shares:
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
-        self._memory = mmap.mmap(-1, workers * SHARE_BYTES)
+        self._memory = mmap.mmap(-1, workers * SLOTS * SHARE_BYTES)
 
     def put(self, worker: int, data: bytes) -> None:
         if len(data) > SHARE_BYTES - _HEAD.size:
             log.warning("figures of worker %d are too many to be shared: %d bytes", worker, len(data))
             return
-        start = worker * SHARE_BYTES
+        number = self._latest(worker)[0] + 1
+        start = (worker * SLOTS + number % SLOTS) * SHARE_BYTES
         self._memory[start + _HEAD.size : start + _HEAD.size + len(data)] = data
-        self._memory[start : start + _HEAD.size] = _HEAD.pack(len(data), zlib.crc32(data))
+        self._memory[start : start + _HEAD.size] = _HEAD.pack(number, len(data), _checksum(number, data))
 
     def get(self, worker: int) -> bytes:
-        """Nothing, where nothing whole is: before the first time, or in the midst of another."""
-        start = worker * SHARE_BYTES
-        length, checksum = _HEAD.unpack_from(self._memory, start)
-        data = self._memory[start + _HEAD.size : start + _HEAD.size + min(length, SHARE_BYTES - _HEAD.size)]
-        return data if length and zlib.crc32(data) == checksum else b""
+        """The last that was written whole; nothing before the first time."""
+        return self._latest(worker)[1]
+
+    def _latest(self, worker: int) -> tuple[int, bytes]:
+        found = (0, b"")
+        for slot in range(worker * SLOTS, (worker + 1) * SLOTS):
+            start = slot * SHARE_BYTES
+            number, length, checksum = _HEAD.unpack_from(self._memory, start)
+            data = self._memory[start + _HEAD.size : start + _HEAD.size + min(length, SHARE_BYTES - _HEAD.size)]
+            if number > found[0] and _checksum(number, data) == checksum:
+                found = number, data
+        return found
 
     def others(self, worker: int) -> list[bytes]:
         found = (self.get(other) for other in range(self.workers) if other != worker)
         return [data for data in found if data]
+
+
+def _checksum(number: int, data: bytes) -> int:
+    return zlib.crc32(data, number & 0xFFFFFFFF)
 
 
 Work = Callable[[Shares, int], Coroutine[Any, Any, None]]
@@ -98,6 +111,7 @@ class _Workers:
         self._failed = False
 
     def run(self) -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started us may ignore it, and then nobody could wait
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         for worker in range(self._shares.workers):
             self._start(worker)
@@ -170,16 +184,18 @@ class _Workers:
 
 
 @contextlib.contextmanager
-def reserved(host: str, port: int, workers: int) -> Any:
+def reserved(host: str, port: int) -> Iterator[int]:
     """The port that workers can share: the one given, or, for 0, one that is free and stays so meanwhile."""
-    if workers == 1:
-        yield port
-        return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as held:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        held = socket.socket(family, kind)
+    except OSError as error:
+        raise ConfigError(f"cannot listen: {error.strerror}", key="router.host", value=host) from error
+    with held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
-            held.bind((host, port))
+            held.bind(address)
         except OSError as error:
             raise ConfigError(f"cannot listen: {error.strerror}", key="router.port", value=port) from error
         yield held.getsockname()[1]

@@ -3,8 +3,10 @@
 -- bounded by blocks of one request + candidates.
 -- KEYS: owned blocks of the version, in-flight counts, promises of the version, repeats of its run
 -- ARGV: router, policy, spill, turn, blocks kept for one version, seconds to live of each key, sequences of the request,
---       how many of them are of the prompt that is looked up, how many candidates, candidates ..., block hashes ...
--- Reply: {replica, 'affinity' | 'cold' | 'spill', owned blocks beyond the boilerplate}
+--       how many of them are of the prompt that is looked up, the candidate that its session has or '', '1' to have the
+--       decision explained or '', how many candidates, candidates ..., block hashes ...
+-- Reply: {replica, 'affinity' | 'cold' | 'spill' | 'session', owned blocks beyond the boilerplate, blocks of that, blocks
+--       that were known, and if it is to be explained of each candidate: owned blocks, in flight, promised}
 -- A block is held as "child:owner,owner": the head of the one block seen after it ('' none, '*' several), and who owns it.
 -- Promises: "replica" how many more sequences it may expect, ":prompt" as "how many more:replica", "#place" the prompts
 -- in the order in which they came, from "#first" to before "#next", "#again" how many came again since the last new one.
@@ -20,8 +22,8 @@ local DROPS = 4
 local ARGV, match, sub = ARGV, string.match, string.sub -- as locals they are found faster
 local router, promising, spill, turn = ARGV[1], ARGV[2] == 'promise', tonumber(ARGV[3]), tonumber(ARGV[4])
 local limit = tonumber(ARGV[5])
-local weight, alike, count = tonumber(ARGV[10]), tonumber(ARGV[11]), tonumber(ARGV[12])
-local offset = 12 + count -- the block at place k is ARGV[offset + k], the candidate ARGV[12 + k]
+local weight, alike, kept, count = tonumber(ARGV[10]), tonumber(ARGV[11]), ARGV[12], tonumber(ARGV[14])
+local offset = 14 + count -- the block at place k is ARGV[offset + k], the candidate ARGV[14 + k]
 local blocks = math.min(#ARGV - offset, limit)
 
 -- what is known of the prompt, up to the first block that nobody has seen, and the heads of what follows each block
@@ -64,7 +66,7 @@ for k = common + 1, known + 1 do
   end
 end
 
-local counts, total, least = redis.call('HMGET', KEYS[2], unpack(ARGV, 13, offset)), 0, nil
+local counts, total, least = redis.call('HMGET', KEYS[2], unpack(ARGV, 15, offset)), 0, nil
 for place = 1, count do
   local inflight = tonumber(counts[place] or 0)
   counts[place], total = inflight, total + inflight
@@ -77,7 +79,7 @@ local most = promising and total + math.max(spill * count, math.floor(total / EV
 local best, owned = nil, false
 for i = 0, count - 1 do
   local place = (turn + i) % count + 1
-  local mine = depth[ARGV[12 + place]] or 0
+  local mine = depth[ARGV[14 + place]] or 0
   owned = owned or mine > 0
   if mine > 0 and counts[place] * count <= most
     and (not best or mine > best.depth or (mine == best.depth and counts[place] < best.load)) then
@@ -85,6 +87,13 @@ for i = 0, count - 1 do
   end
 end
 local outcome = best and 'affinity' or (owned and 'spill' or 'cold')
+if kept ~= '' then
+  for place = 1, count do
+    if ARGV[14 + place] == kept then
+      best, outcome = {place = place}, 'session'
+    end
+  end
+end
 if promising and total == 0 then -- nothing is in flight, nothing is expected
   local again = redis.call('HGET', KEYS[3], '#again')
   if again then
@@ -94,7 +103,7 @@ if promising and total == 0 then -- nothing is in flight, nothing is expected
   redis.call('UNLINK', KEYS[3])
 end
 if not best then
-  local promised = promising and redis.call('HMGET', KEYS[3], unpack(ARGV, 13, offset)) or {}
+  local promised = promising and redis.call('HMGET', KEYS[3], unpack(ARGV, 15, offset)) or {}
   for i = 0, count - 1 do
     local place = (turn + i) % count + 1
     local load = counts[place] + tonumber(promised[place] or 0)
@@ -103,7 +112,16 @@ if not best then
     end
   end
 end
-local chosen = ARGV[12 + best.place]
+local chosen = ARGV[14 + best.place]
+local reply = {chosen, outcome, depth[chosen] or 0, common, known}
+if ARGV[13] ~= '' then -- before anything is changed: these are what it was decided from
+  local promised = promising and redis.call('HMGET', KEYS[3], unpack(ARGV, 15, offset)) or {}
+  for place = 1, count do
+    reply[#reply + 1] = depth[ARGV[14 + place]] or 0
+    reply[#reply + 1] = counts[place]
+    reply[#reply + 1] = tonumber(promised[place] or 0)
+  end
+end
 
 if weight > 0 then
   local running = redis.call('HINCRBY', KEYS[2], chosen, weight)
@@ -214,4 +232,4 @@ if #changes > 0 then
   end
   redis.call('EXPIRE', KEYS[1], ARGV[6])
 end
-return {chosen, outcome, depth[chosen] or 0}
+return reply

@@ -211,12 +211,16 @@ async def test_a_stream_whose_head_is_on_its_way_is_not_cut_off_for_that(
 
     monkeypatch.setattr(Request, "write", slow)
     await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.chunk_gate = asyncio.Semaphore(1)  # more of it is to come
     async with fleet.router() as url:
         asking = asyncio.create_task(_stream(fleet, url))
         await writing.wait()
         (sender,) = [replica for replica in fleet.replicas.values() if replica.seen]
         await fleet.table({V1: "current"}, members={sender.name: SILENT})
         go.set()
+        for _ in sender.chunks:
+            sender.chunk_gate.release()
         answer = await asyncio.wait_for(asking, 5)
         assert answer.headers["x-adaptersync-replica"] == sender.name
         assert (await answer.content.read()).endswith(b"data: [DONE]\n\n")

@@ -108,9 +108,9 @@ def route(
 ) -> tuple[str, str]:
     """As routers choose; nothing stays in flight."""
     keys = (OWNED, KEYS.inflight, KEYS.promises(VERSION), KEYS.repeats("run-a"))
-    settings = ("promise", 8, 0, 1000, 60, 60, 60, 60, 1, 1)
+    settings = ("promise", 8, 0, 1000, 60, 60, 60, 60, 1, 1, "", "")
     arguments: tuple[str | int, ...] = ("left", *settings, len(candidates), *candidates, *hashes)
-    replica, outcome, _ = server.eval(Script("route").source, len(keys), *keys, *arguments)
+    replica, outcome, *_ = server.eval(Script("route").source, len(keys), *keys, *arguments)
     server.delete(KEYS.inflight, KEYS.promises(VERSION))
     return str(replica), str(outcome)
 

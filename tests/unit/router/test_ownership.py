@@ -49,6 +49,7 @@ def route(cache: redis.Redis) -> Route:
         router: str = "left",
         weight: int = 1,
         alike: int = 1,
+        kept: str = "",
     ) -> Choice:
         reply = cache.eval(
             script.source,
@@ -68,11 +69,13 @@ def route(cache: redis.Redis) -> Route:
             60,
             weight,
             alike,
+            kept,
+            "",
             len(candidates),
             *candidates,
             *hashes,
         )
-        return Choice(replica=reply[0], outcome=reply[1], owned=reply[2])
+        return Choice(replica=reply[0], outcome=reply[1], owned=reply[2], boilerplate=reply[3], known=reply[4])
 
     return call
 
@@ -86,6 +89,7 @@ steps = st.lists(
         st.integers(0, 1000),
         st.booleans(),
         st.sampled_from(((1, 1), (1, 1), (2, 1), (8, 8), (24, 8), (0, 0))),  # sequences, and those of the prompt
+        st.sampled_from(("", "", "", *REPLICAS)),  # what the session has, be it a candidate or not
     ),
     max_size=30,
 )
@@ -116,7 +120,7 @@ def test_script_and_policy_agree(
     policy: Policy,
     table: list[tuple[str, str, list[list[str]]]],
     spill: int,
-    steps: list[tuple[str, list[str], int, bool, tuple[int, int]]],
+    steps: list[tuple[str, list[str], int, bool, tuple[int, int], str]],
 ) -> None:
     cache.flushall()
     books = Books(policy=policy, spill=spill)
@@ -126,10 +130,10 @@ def test_script_and_policy_agree(
             cache.hset(KEYS.owned(VERSION), name, f"{child}:{','.join(owners)}")
             cache.expire(KEYS.owned(VERSION), 60)  # as the script would have left it: no step may follow
     release = Script("release")
-    for prompt, candidates, turn, ends, (weight, alike) in steps:
+    for prompt, candidates, turn, ends, (weight, alike), kept in steps:
         hashes = hashes_of(prompt)
-        expected = books.route(hashes, candidates, turn, weight, alike)
-        got = route(hashes, candidates, policy=policy, spill=spill, turn=turn, weight=weight, alike=alike)
+        expected = books.route(hashes, candidates, turn, weight, alike, kept)
+        got = route(hashes, candidates, policy=policy, spill=spill, turn=turn, weight=weight, alike=alike, kept=kept)
         assert got == expected
         if ends:
             books.release(expected.replica, weight)

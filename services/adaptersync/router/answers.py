@@ -11,12 +11,9 @@ from adaptersync.router.server import Pair, Reply
 from adaptersync_core.errors import AdapterSyncError, Unroutable
 
 TYPES = {
-    400: "invalid_request_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     409: "conflict_error",
     410: "gone_error",
-    413: "invalid_request_error",
     501: "not_implemented_error",
     502: "upstream_error",
     503: "overloaded_error",
@@ -35,7 +32,7 @@ def refusal(error: AdapterSyncError, *, status: int, headers: Sequence[Pair] = (
     body = {
         "error": {
             "message": str(error),
-            "type": TYPES.get(status, "api_error"),
+            "type": TYPES.get(status, "invalid_request_error" if status < 500 else "api_error"),
             "code": error.code,
             "param": "model" if "model" in error.ids else error.ids.get("field"),
         }

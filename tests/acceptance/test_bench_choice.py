@@ -1,4 +1,4 @@
-"""The bench of choices measures the script that routers call, small and quickly; how long it takes is not judged here."""
+"""The bench of choices measures the script that routers call; how long that takes is not judged here."""
 
 from __future__ import annotations
 

@@ -216,6 +216,8 @@ class Proxy:
         hashes: Sequence[str] = chains[0] if chains else ()
         sent = request_headers(request, call.row.request_id.encode())
         turn = int(hashes[-1][:7], 16) if hashes else self._count
+        tokens = len(prompts.first.tokens) if hashes and prompts.first.read != "bytes" else 0
+        call.row.alike = prompts.alike
         tried: set[str] = set()
         failure: _Elsewhere | None = None
         for left in reversed(range(ATTEMPTS)):
@@ -244,7 +246,7 @@ class Proxy:
             try:
                 if len(chains) > 1:
                     await self._ownership.note(target.model, chains[1:], choice)
-                call.routed(choice, time.monotonic() - now)
+                call.routed(choice, hashes, tokens, size, time.monotonic() - now)
                 if call.row.session and self._sessions is not None:
                     self._sessions.keep(call.row.session, kept, Kept(target.model, choice.replica))
                 self._metrics.count("routed", choice.outcome, choice.replica)
@@ -376,11 +378,13 @@ class Proxy:
         if row.route_s is not None:
             observe("route_seconds", row.route_s)
         if row.first_byte_s is not None:
-            observe("first_byte_seconds", row.first_byte_s)
+            observe("first_byte_seconds", row.first_byte_s, row.replica)
         if row.prompt_tokens:
-            count("prompt_tokens", by=row.prompt_tokens)
-        if row.cached_tokens:
-            count("cached_tokens", by=row.cached_tokens)
+            count("prompt_tokens", row.replica, row.version, by=row.prompt_tokens)
+        if row.cached_tokens is not None:
+            count("cached_tokens", row.replica, row.version, by=row.cached_tokens)
+            if row.predicted_tokens is not None:
+                count("predicted_tokens", row.replica, row.version, by=row.predicted_tokens)
         if call.recorded:
             self._look_for_void(call)
             self._ledger.close(row, sent=call.sent)

@@ -143,8 +143,9 @@ class Status:
 
     def _measure(self) -> None:
         view, metrics, ledger = self._view, self._metrics, self._ledger
-        metrics.keep_replicas(view.table.members)
-        for name in view.table.members:
+        metrics.keep(replicas=view.table.members, versions={self._base_model, *view.table.versions})
+        for name, member in view.table.members.items():
+            metrics.gauge("ready", member.state == "ready", name)
             metrics.gauge("inflight", self._ownership.inflight[name], name)
         metrics.gauge("held", self._admission.held)
         metrics.gauge("connections", len(self._server.connections))

@@ -43,6 +43,7 @@ HISTOGRAMS: Mapping[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
 GAUGES: Mapping[str, tuple[str, tuple[str, ...], Callable[[Iterable[float]], float]]] = {
     "inflight": ("Sequences of this router at a replica", ("replica",), sum),
     "ready": ("1 for a replica that may be sent requests", ("replica",), min),
+    "circuit": ("Whether a replica is left out: 0 no, 1 one request at a time tries it, 2 yes", ("replica",), max),
     "held": ("Requests held for a version", (), sum),
     "connections": ("Connections of clients", (), sum),
     "table_generation": ("Generation of the table served", (), min),
@@ -112,8 +113,9 @@ class Metrics:
             places = [(place, kept[label]) for place, label in enumerate(labels) if label in kept]
             for values in [each for each in table if any(each[place] not in live for place, live in places)]:
                 del table[values]
-        for name in ("inflight", "ready"):
-            self.figures.gauges[name].clear()
+        for name, (_, by, _) in GAUGES.items():
+            if by:
+                self.figures.gauges[name].clear()
 
     def encode(self) -> bytes:
         """For other workers, and for who follows this one."""

@@ -14,6 +14,7 @@ from adaptersync.router.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, Met
 NAMES = {
     "cache_reachable": "gauge",
     "cached_tokens": "counter",
+    "circuit": "gauge",
     "connections": "gauge",
     "first_byte_seconds": "histogram",
     "held": "gauge",
@@ -81,6 +82,7 @@ def test_labels_are_those_that_dashboards_know() -> None:
         "prompts": ["read", "reason"],
         "retries": ["reason"],
         "missing_version": ["replica"],
+        "circuit": ["replica"],
         "inflight": ["replica"],
         "ready": ["replica"],
         "predicted_tokens": ["replica", "version"],

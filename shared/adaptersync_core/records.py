@@ -65,6 +65,13 @@ class SeenReplica(Struct, frozen=True, kw_only=True):
     age_s: float
 
 
+class Holding(Struct, frozen=True, kw_only=True):
+    """What an agent last said that its engine holds: listed, and accepted in this life. By the server's clock."""
+
+    heard_ms: int
+    versions: frozenset[str]
+
+
 class Ack(Struct, frozen=True, kw_only=True):
     """A replica's word on a version, good for one life of its engine, and the proof it rests on.
 
@@ -82,7 +89,8 @@ class Ack(Struct, frozen=True, kw_only=True):
 class RouterReport(Struct, frozen=True, kw_only=True):
     """The table a router serves, and how many requests it has in flight by version.
 
-    Without a word from Redis it goes on serving that table for `max_age_s` after this report.
+    Without a word from Redis it goes on serving that table for `max_age_s` after this report. `missing` are versions
+    that replicas did not know when they were asked for them, by replica; their agents have not confirmed them since.
     """
 
     generation: int
@@ -90,6 +98,7 @@ class RouterReport(Struct, frozen=True, kw_only=True):
     max_age_s: float = ROUTER_SERVES_S
     url: str = ""
     inflight: dict[str, int] = {}
+    missing: dict[str, list[str]] = {}
 
 
 class SeenRouter(Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from adaptersync_core.records import (
     Ack,
     Decision,
     Fleet,
+    Holding,
     Leadership,
     ReplicaReport,
     Request,
@@ -149,9 +150,21 @@ class Registry:
 
     # router
 
-    async def report_router(self, router: str, report: RouterReport) -> None:
+    async def report_router(self, router: str, report: RouterReport) -> int:
+        """The server's time in milliseconds."""
         keys = (self.keys.router(router), self.keys.routers)
-        await self._run("report", keys, router, ROUTER_TTL_S, *hash_fields(report))
+        return int(await self._run("report", keys, router, ROUTER_TTL_S, *hash_fields(report)))
+
+    async def holding(self, replica: str) -> Holding | None:
+        """What its agent last said that it holds; None when it is not heard of."""
+        record, acks = await self._look((self.keys.replica(replica), self.keys.acks(replica)))
+        report = from_hash(replica, record, ReplicaReport) if record else None
+        if report is None:
+            return None
+        accepted = {
+            name for name, ack in read_acks(acks).items() if ack.accepted and ack.engine_epoch == report.engine_epoch
+        }
+        return Holding(heard_ms=heartbeat_ms(replica, record), versions=frozenset(accepted.intersection(report.loaded)))
 
     async def forget_router(self, router: str) -> None:
         """A router that stopped in order holds nothing up any more."""

@@ -35,8 +35,10 @@ class Row(Struct, kw_only=True, omit_defaults=True):
     clock. `voided`: the version was found bad, while it ran or later. `gated`: asked with the gate's own credentials.
     `substituted` is the name that the version stands for, when it is another's. `tried` are replicas that were asked
     before `replica`, each with why it did not do, when `attempts` are several. `session` stands for the session of its
-    run that it was asked in. A row may be without what came after it
-    was opened. A router fills it as it goes.
+    run that it was asked in. `predicted_tokens` were expected to be cached there. What else routing went by: `weight`
+    sequences, `alike` of them of a prompt of so many `blocks`, of which `boilerplate` were everybody's; `chain` is its
+    hash, with "known:hash " before it where the prompt goes on from one that was known. A row may be without what came
+    after it was opened. A router fills it as it goes.
     """
 
     request_id: str
@@ -65,6 +67,12 @@ class Row(Struct, kw_only=True, omit_defaults=True):
     generation: int = 0
     voided: bool = False
     gated: bool = False
+    predicted_tokens: int | None = None
+    blocks: int = 0
+    boilerplate: int = 0
+    chain: str = ""
+    weight: int = 1
+    alike: int = 1
     substituted: str = ""
     session: str = ""
     reason: str = ""

@@ -138,7 +138,8 @@ def next_deed(state: State, name: str) -> tuple[str, str, str] | None:
     acks = state.redis.acks.get(name, {})
     again = [one for one, ack in acks.items() if not ack.accepted and ack.engine_epoch == life and engine.refuses]
     todo = plan(wanted=table.wanted(), loaded=engine.loaded, acks=acks, engine_epoch=life, busy=(), resting=again)
-    for deed, versions in (("unload", todo.unload), ("forget", todo.forget), ("bring", todo.bring + todo.confirm)):
+    forget = todo.retract + todo.forget
+    for deed, versions in (("unload", todo.unload), ("forget", forget), ("bring", todo.bring + todo.confirm)):
         if versions:
             return deed, versions[0], life
     return None

@@ -32,12 +32,16 @@ class Seen:
 
 @dataclass
 class Upstream:
-    """`holds` are the names it knows (None: all). `gate` lets answers go, `chunk_gate` one streamed chunk each time."""
+    """`holds` are the names it knows (None: all). `gate` lets answers go, `chunk_gate` one streamed chunk each time.
+
+    `fail` are statuses of its next answers, which say `retry_after`.
+    """
 
     name: str
     url: str = ""
     holds: set[str] | None = None
     fail: list[int] = field(default_factory=list)
+    retry_after: str = ""
     cut_after: int | None = None
     chunks: list[bytes] = field(default_factory=lambda: [b"data: one\n\n", b"data: two\n\n", b"data: [DONE]\n\n"])
     answer: Callable[[Any], bytes] | None = None
@@ -55,7 +59,9 @@ class Upstream:
         asked = orjson.loads(body)
         if self.fail:
             status = self.fail.pop(0)
-            return web.json_response({"error": {"message": "EngineCore encountered an issue"}}, status=status)
+            headers = {"Retry-After": self.retry_after} if self.retry_after else {}
+            said = {"error": {"message": "EngineCore encountered an issue"}}
+            return web.json_response(said, status=status, headers=headers)
         model = asked.get("model", "base")
         if self.holds is not None and model not in self.holds:
             message = f"The model `{model}` does not exist."

@@ -60,7 +60,7 @@ class RunView(Struct, frozen=True, kw_only=True):
 
 
 class RouterView(Struct, frozen=True, kw_only=True):
-    """`age_s`: since its last report."""
+    """`age_s`: since its last report. `missing`: versions that replicas did not know when asked, by replica."""
 
     router: str
     url: str
@@ -68,6 +68,7 @@ class RouterView(Struct, frozen=True, kw_only=True):
     behind: int
     inflight: int
     age_s: float
+    missing: dict[str, list[str]] = {}
 
 
 class StatusView(Struct, frozen=True, kw_only=True):
@@ -159,6 +160,7 @@ def status(
             behind=max(0, fleet.table.generation - seen.report.generation),
             inflight=sum(seen.report.inflight.values()),
             age_s=seen.age_s,
+            missing=seen.report.missing,
         )
         for name, seen in sorted(fleet.routers.items())
         if seen.may_serve
@@ -279,6 +281,10 @@ def _router_problems(routers: list[RouterView], alive_s: float) -> Iterator[str]
     for router in routers:
         if router.age_s > alive_s:
             yield f"{router.router} is silent for {duration(router.age_s)}; retirement waits until it cannot serve"
+    heard = [router for router in routers if router.age_s <= alive_s]
+    lost = {(replica, version) for each in heard for replica, names in each.missing.items() for version in names}
+    for replica, version in sorted(lost):
+        yield f"{replica} did not know {version} when asked; not asked for it until its agent has confirmed it"
 
 
 def _run_problem(run: RunView) -> str:

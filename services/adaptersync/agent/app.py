@@ -181,6 +181,9 @@ class Agent:
             busy=busy,
             resting=[name for name, until in self._refused.items() if until > now],
         )
+        if work.retract:
+            log.warning("engine has lost %s: brought in anew", " ".join(work.retract))
+            await self._registry.forget_acks(self._settings.name, work.retract)
         for name in work.cancel:
             if name in self._busy:
                 self._busy[name].cancel()

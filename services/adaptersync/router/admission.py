@@ -58,7 +58,7 @@ class Admission:
                 return answer
             if isinstance(answer, Hold):
                 deadline = deadline or time.monotonic() + self._hold_s
-                await self._wait(name, answer.reason, deadline)
+                await self.wait(name, answer.reason, deadline)
 
     async def _ask(self, name: str, ask: Ask, generation: int) -> Fate:
         try:
@@ -74,7 +74,8 @@ class Admission:
                 model=name,
             ) from error
 
-    async def _wait(self, name: str, reason: str, deadline: float) -> None:
+    async def wait(self, name: str, reason: str, deadline: float) -> None:
+        """Until another table has come, or a replica has a version again; Unroutable past the deadline."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise Unroutable(

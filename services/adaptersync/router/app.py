@@ -197,7 +197,7 @@ async def _serving(
     )
 
     bell = Bell()
-    reporter = Reporter(registry, view, proxy, name=name, max_age_s=settings.table_max_age_s)
+    reporter = Reporter(registry, view, proxy, outages.lacking, name=name, max_age_s=settings.table_max_age_s)
     await reporter.tell()  # before the table is read: from here on nothing in it is unloaded without our word
     await view.read()
     await reporter.tell()
@@ -247,7 +247,8 @@ async def _work(*loops: Coroutine[Any, Any, None]) -> None:
 async def _renew(view: TableView, attempts: Attempts, outages: Outages) -> None:
     while True:
         if await view.change(60.0):
-            outages.renew(view.table.silent())
+            if outages.renew(view.table):
+                view.nudge()  # whoever waits for it has looked before it was back
             attempts.look(view.table)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import lru_cache
 
 from adaptersync.router.explanation import Explanation
@@ -72,9 +73,23 @@ class Call:
         row.run, row.version, row.digest, row.generation = target.run, target.model, target.digest, generation
         row.hold_s = time.monotonic() - self.started
 
-    def routed(self, choice: Choice, took_s: float) -> None:
+    def routed(self, choice: Choice, hashes: Sequence[str], tokens: int, block_size: int, took_s: float) -> None:
+        """The prompt has these `hashes` and so many `tokens`; none, where that is not known.
+
+        Two hashes of it are recorded. Another prompt's last block is met at this one's last, or, when this one goes on
+        from it, at the last that was known; anywhere else prompts part, and what they share there is boilerplate. Not
+        met again: a beginning of a longer prompt, and what engines said of their caches.
+        """
         row = self.row
         row.replica, row.routing, row.owned_blocks = choice.replica, choice.outcome, choice.owned
+        row.weight, row.blocks, row.boilerplate = choice.weight, len(hashes), choice.boilerplate
+        if hashes:
+            row.chain = hashes[-1]
+            if choice.boilerplate < choice.known < len(hashes):
+                row.chain = f"{choice.known}:{hashes[choice.known - 1]} {row.chain}"
+        if tokens and choice.outcome != "local":
+            # an engine computes at least the last token anew, and with it the block
+            row.predicted_tokens = min(choice.owned + choice.boilerplate, (tokens - 1) // block_size) * block_size
         row.attempts += 1
         row.route_s = took_s if row.route_s is None else row.route_s + took_s
 

@@ -1,4 +1,5 @@
-"""The router's figures for Prometheus. Labels are bounded: replicas of the table, and words of our own.
+"""The router's figures for Prometheus. Labels are bounded: replicas and versions of the table, and words of
+our own.
 
 The hot path adds to plain numbers. Whoever is asked for them adds up what all workers of this router have counted, who
 leave their numbers in memory that they share (`workers`): a client library that locks, and files, would cost each
@@ -18,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 PREFIX = "adaptersync_router_"
+_SERVED = ("replica", "version")
 _FINE = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0)
 _COARSE = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -28,17 +30,20 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "prompts": ("Prompts by how they were read, and why not by tokens", ("read", "reason")),
     "retries": ("Requests sent to another replica", ("reason",)),
     "missing_version": ("Replicas that lacked a version they should hold", ("replica",)),
-    "cached_tokens": ("Prompt tokens that replicas report as cached", ()),
-    "prompt_tokens": ("Prompt tokens that replicas report", ()),
+    "predicted_tokens": ("Prompt tokens expected to be cached, where replicas report how many were", _SERVED),
+    "cached_tokens": ("Prompt tokens that replicas report as cached", _SERVED),
+    "prompt_tokens": ("Prompt tokens that replicas report", _SERVED),
 }
-HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
-    "hold_seconds": ("Wait for a version to become current", _COARSE),
-    "route_seconds": ("Choice of a replica", _FINE),
-    "first_byte_seconds": ("From sending to a replica to its first byte", _COARSE),
-    "total_seconds": ("From request to last byte", _COARSE),
+HISTOGRAMS: Mapping[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
+    "hold_seconds": ("Wait for a version to become current", (), _COARSE),
+    "route_seconds": ("Choice of a replica", (), _FINE),
+    "first_byte_seconds": ("From sending to a replica to its first byte", ("replica",), _COARSE),
+    "total_seconds": ("From request to last byte", (), _COARSE),
 }
 GAUGES: Mapping[str, tuple[str, tuple[str, ...], Callable[[Iterable[float]], float]]] = {
     "inflight": ("Sequences of this router at a replica", ("replica",), sum),
+    "ready": ("1 for a replica that may be sent requests", ("replica",), min),
+    "circuit": ("Whether a replica is left out: 0 no, 1 one request at a time tries it, 2 yes", ("replica",), max),
     "held": ("Requests held for a version", (), sum),
     "connections": ("Connections of clients", (), sum),
     "table_generation": ("Generation of the table served", (), min),
@@ -63,14 +68,14 @@ class Figures(Struct):
     """All that one worker has counted, by name and then by labels."""
 
     counters: dict[str, dict[tuple[str, ...], float]]
-    histograms: dict[str, Histogram]
+    histograms: dict[str, dict[tuple[str, ...], Histogram]]
     gauges: dict[str, dict[tuple[str, ...], float]]
 
     @classmethod
     def none(cls) -> Figures:
         return cls(
             counters={name: {} if labels else {(): 0.0} for name, (_, labels) in COUNTERS.items()},
-            histograms={name: Histogram([0] * (len(bounds) + 1)) for name, (_, bounds) in HISTOGRAMS.items()},
+            histograms={name: {} if labels else {(): _empty(name)} for name, (_, labels, _) in HISTOGRAMS.items()},
             gauges={name: {} for name in GAUGES},
         )
 
@@ -86,22 +91,31 @@ class Metrics:
         counts = self.figures.counters[name]
         counts[labels] = counts.get(labels, 0.0) + by
 
-    def observe(self, name: str, value: float) -> None:
-        histogram = self.figures.histograms[name]
-        histogram.counts[bisect_left(HISTOGRAMS[name][1], value)] += 1
+    def observe(self, name: str, value: float, *labels: str) -> None:
+        histograms = self.figures.histograms[name]
+        histogram = histograms.get(labels)
+        if histogram is None:
+            histogram = histograms[labels] = _empty(name)
+        histogram.counts[bisect_left(HISTOGRAMS[name][2], value)] += 1
         histogram.sum += value
 
     def gauge(self, name: str, value: float, *labels: str) -> None:
         self.figures.gauges[name][labels] = float(value)  # what others read is strict
 
-    def keep_replicas(self, replicas: Collection[str]) -> None:
-        """Drop the series of replicas that are gone."""
-        places = {name: labels.index("replica") for name, (_, labels) in COUNTERS.items() if "replica" in labels}
-        for name, place in places.items():
-            counts = self.figures.counters[name]
-            for labels in [labels for labels in counts if labels[place] not in replicas]:
-                del counts[labels]
-        self.figures.gauges["inflight"].clear()
+    def keep(self, *, replicas: Collection[str], versions: Collection[str]) -> None:
+        """Drop the series of replicas and versions that are gone."""
+        kept = {"replica": replicas, "version": versions}
+        tables: list[tuple[tuple[str, ...], dict[tuple[str, ...], Any]]] = [
+            *((labels, self.figures.counters[name]) for name, (_, labels) in COUNTERS.items()),
+            *((labels, self.figures.histograms[name]) for name, (_, labels, _) in HISTOGRAMS.items()),
+        ]
+        for labels, table in tables:
+            places = [(place, kept[label]) for place, label in enumerate(labels) if label in kept]
+            for values in [each for each in table if any(each[place] not in live for place, live in places)]:
+                del table[values]
+        for name, (_, by, _) in GAUGES.items():
+            if by:
+                self.figures.gauges[name].clear()
 
     def encode(self) -> bytes:
         """For other workers, and for who follows this one."""
@@ -112,6 +126,10 @@ class Metrics:
         registry = CollectorRegistry()
         registry.register(_Sum([self.figures, *(_decode(other) for other in others)]))
         return generate_latest(registry)
+
+
+def _empty(name: str) -> Histogram:
+    return Histogram([0] * (len(HISTOGRAMS[name][2]) + 1))
 
 
 def _decode(encoded: bytes) -> Figures:
@@ -128,21 +146,31 @@ class _Sum(Collector):
             for values, counts in self._by_labels("counters", name):
                 counter.add_metric(values, sum(counts))
             yield counter
-        for name, (text, bounds) in HISTOGRAMS.items():
-            found = [figures.histograms[name] for figures in self._all]
-            counts = [sum(each) for each in zip(*(one.counts for one in found), strict=True)]
-            histogram = HistogramMetricFamily(PREFIX + name, text)
+        for name, (text, labels, bounds) in HISTOGRAMS.items():
+            histogram = HistogramMetricFamily(PREFIX + name, text, labels=labels)
             ends = [*(str(bound) for bound in bounds), "+Inf"]
-            buckets = [(end, float(sum(counts[: place + 1]))) for place, end in enumerate(ends)]
-            histogram.add_metric((), buckets, sum(one.sum for one in found))
+            for values, found in self._by_labels("histograms", name):
+                counts = [sum(each) for each in zip(*(one.counts for one in found), strict=True)]
+                buckets = [(end, float(sum(counts[: place + 1]))) for place, end in enumerate(ends)]
+                histogram.add_metric(values, buckets, sum(one.sum for one in found))
             yield histogram
         for name, (text, labels, merge) in GAUGES.items():
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=labels)
             for values, counts in self._by_labels("gauges", name):
                 gauge.add_metric(values, merge(counts))
             yield gauge
+        yield GaugeMetricFamily(
+            PREFIX + "imbalance",
+            "Most sequences of this router at one ready replica, over their mean; 1 when all have as many",
+            value=self._imbalance(),
+        )
 
-    def _by_labels(self, kind: str, name: str) -> Iterator[tuple[tuple[str, ...], list[float]]]:
+    def _imbalance(self) -> float:
+        ready = {labels for labels, told in self._by_labels("gauges", "ready") if min(told)}
+        counts = [sum(counts) for labels, counts in self._by_labels("gauges", "inflight") if labels in ready]
+        return max(counts) * len(counts) / sum(counts) if sum(counts) else 1.0
+
+    def _by_labels(self, kind: str, name: str) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
         tables: list[dict[tuple[str, ...], Any]] = [getattr(figures, kind)[name] for figures in self._all]
         for labels in sorted({labels for table in tables for labels in table}):
             yield labels, [table[labels] for table in tables if labels in table]

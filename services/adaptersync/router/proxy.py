@@ -22,7 +22,7 @@ from adaptersync.router.answers import refusal
 from adaptersync.router.asked import Asked, check
 from adaptersync.router.attempts import Attempt, Attempts
 from adaptersync.router.call import Call
-from adaptersync.router.connection import Answer, ReplicaError, TimedOut, Unsendable
+from adaptersync.router.connection import Answer, ConnectFailed, ReplicaError, TimedOut, Unsendable
 from adaptersync.router.connections import Connections
 from adaptersync.router.explanation import Explanation, why
 from adaptersync.router.ledger import Ledger
@@ -35,7 +35,7 @@ from adaptersync.router.server import ClientGone, Pair, Reply, Request
 from adaptersync.router.sessions import NONE as NO_SESSION
 from adaptersync.router.sessions import Kept, Sessions, session_name, still
 from adaptersync.router.table import TableView
-from adaptersync.router.upstream import answer_headers, request_headers
+from adaptersync.router.upstream import answer_headers, request_headers, retry_after, with_retry_after
 from adaptersync.router.usage import TAIL_BYTES
 from adaptersync_core import headers
 from adaptersync_core.blocks import block_hashes
@@ -46,6 +46,8 @@ from adaptersync_core.rollouts import LABEL, OPEN
 ATTEMPTS = 3  # replicas asked for one request
 WHOLE_BYTES = 256 << 10  # answers up to this size, where known, are read before the first byte is passed on
 FAILED = frozenset({500, 502, 503, 504})  # statuses another replica may do better than
+ASKED_ANEW = frozenset({"unreachable", "cut"})  # connections that failed say little of a replica
+FATAL = frozenset({"cut", "silent"})  # the request may be what ended the engine: one more, and no third
 CLIENT_GONE = 499
 CHAT = "/v1/chat/completions"
 
@@ -53,11 +55,15 @@ _GATE = headers.GATE.encode()
 
 
 class _Elsewhere(Exception):
-    """This replica did not do; nothing has reached the client yet. `kind` is a word for the metrics."""
+    """This replica did not do; nothing has reached the client yet. `kind` is a word for the metrics.
 
-    def __init__(self, kind: str, reason: str) -> None:
+    `wait_s` is how long it asked to be left alone.
+    """
+
+    def __init__(self, kind: str, reason: str, *, wait_s: float = 0.0) -> None:
         super().__init__(reason)
         self.kind = kind
+        self.wait_s = wait_s
 
 
 class Proxy:
@@ -216,51 +222,86 @@ class Proxy:
         hashes: Sequence[str] = chains[0] if chains else ()
         sent = request_headers(request, call.row.request_id.encode())
         turn = int(hashes[-1][:7], 16) if hashes else self._count
+        tokens = len(prompts.first.tokens) if hashes and prompts.first.read != "bytes" else 0
+        call.row.alike = prompts.alike
         tried: set[str] = set()
         failure: _Elsewhere | None = None
-        for left in reversed(range(ATTEMPTS)):
+        left, wait_s, deadline = ATTEMPTS, 0.0, 0.0
+        while left:
             now = time.monotonic()
-            candidates = self._outages.candidates(self._view.ready, target.model, tried, now)
-            if not candidates and failure is not None and failure.kind == "unreachable":
-                # a connection that failed says little of a replica: ask the same ones anew
-                candidates = self._outages.candidates(self._view.ready, target.model, (), now)
+            candidates, trial = self._candidates(target.model, tried, failure, now)
             if call.explanation is not None:
                 call.explanation.left_out = self._left_out(target.model, (*candidates, *tried), now)
                 call.explanation.blocks = len(hashes)
             if not candidates:
-                break
-            choice = await self._ownership.choose(
-                target.model,
-                hashes,
-                candidates,
-                turn,
-                prompts.weight,
-                prompts.alike,
-                kept=kept.replica,
-                explained=call.explained,
-            )
-            if call.explanation is not None:
-                call.explanation.choice = choice
+                if tried or not self._outages.lacking.anywhere(target.model):
+                    break
+                deadline = deadline or now + self._settings.hold_s
+                reason = "version is not loaded by any replica that should hold it"
+                await self._admission.wait(call.row.asked, reason, deadline)
+                continue
+            left -= 1
+            last = not left or (len(candidates) == 1 and not trial)
             try:
-                if len(chains) > 1:
-                    await self._ownership.note(target.model, chains[1:], choice)
-                call.routed(choice, time.monotonic() - now)
-                if call.row.session and self._sessions is not None:
-                    self._sessions.keep(call.row.session, kept, Kept(target.model, choice.replica))
-                self._metrics.count("routed", choice.outcome, choice.replica)
-                last = left == 0 or len(candidates) == 1
-                return await self._send(request, call, target, choice.replica, body, sent, last=last)
-            except _Elsewhere as error:
-                failure = error
+                choice = await self._ownership.choose(
+                    target.model,
+                    hashes,
+                    candidates,
+                    turn,
+                    prompts.weight,
+                    prompts.alike,
+                    kept=kept.replica,
+                    explained=call.explained,
+                )
+                if call.explanation is not None:
+                    call.explanation.choice = choice
+                try:
+                    if len(chains) > 1:
+                        await self._ownership.note(target.model, chains[1:], choice)
+                    call.routed(choice, hashes, tokens, size, time.monotonic() - now)
+                    if call.row.session and self._sessions is not None:
+                        self._sessions.keep(call.row.session, kept, Kept(target.model, choice.replica))
+                    self._metrics.count("routed", choice.outcome, choice.replica)
+                    return await self._send(request, call, target, choice.replica, body, sent, last=last, wait_s=wait_s)
+                except _Elsewhere as error:
+                    failure = error
+                finally:
+                    self._ownership.release(choice)
             finally:
-                self._ownership.release(choice)
-            tried.add(choice.replica)
+                if trial:
+                    self._outages.tried(candidates[0])
             call.failed(failure.kind)
             self._metrics.count("retries", failure.kind)
+            wait_s = max(wait_s, failure.wait_s)
+            if failure.kind == "missing_version":
+                # whoever lacks it is not asked again before its agent has confirmed it: this ends with the deadline
+                deadline = deadline or now + self._settings.hold_s
+                left += now < deadline
+                continue
+            tried.add(choice.replica)
+            if failure.kind in FATAL:
+                left = min(left, 1)
         if failure is None:
             raise Unroutable("no replica is ready for this", status=503, retry_after_s=RETRY_S, version=target.model)
         call.row.outcome = "upstream_error"
-        raise Unroutable(f"no replica could answer: {failure}", status=503, retry_after_s=RETRY_S, version=target.model)
+        raise Unroutable(
+            f"no replica could answer: {failure}",
+            status=503,
+            retry_after_s=max(RETRY_S, wait_s),
+            version=target.model,
+        )
+
+    def _candidates(
+        self, version: str, tried: set[str], failure: _Elsewhere | None, now: float
+    ) -> tuple[Sequence[str], bool]:
+        """Who may be asked now, and whether this is to find out if a replica is back."""
+        outages, ready = self._outages, self._view.ready
+        if outages.circuits and failure is None and (trial := outages.trial(ready, version, now)):
+            return [trial], True
+        candidates = outages.candidates(ready, version, tried, now)
+        if not candidates and failure is not None and failure.kind in ASKED_ANEW:
+            candidates = outages.candidates(ready, version, (), now)
+        return candidates, False
 
     def _left_out(self, version: str, others: Collection[str], now: float) -> dict[str, str]:
         """Who is neither asked nor was, and why."""
@@ -282,8 +323,12 @@ class Proxy:
         sent: Sequence[Pair],
         *,
         last: bool,
+        wait_s: float,
     ) -> Reply | None:
-        """One attempt; _Elsewhere when another replica may do better and the client has received nothing."""
+        """One attempt; _Elsewhere when another replica may do better and the client has received nothing.
+
+        `wait_s` is how long others asked to be left alone.
+        """
         member = self._view.table.members.get(replica)
         if member is None or member.state != "ready":
             raise _Elsewhere("gone", "replica left while it was chosen")
@@ -297,23 +342,31 @@ class Proxy:
                 with await self._connections.post(member.url, request.target, sent, body, attempt.asked) as answer:
                     call.row.first_byte_s = time.monotonic() - sent_at
                     call.row.status = answer.status
-                    self._outages.reached(replica)
-                    if answer.status in FAILED and not last:
-                        raise _Elsewhere(f"status_{answer.status}", f"replica answered {answer.status}")
+                    if answer.status in FAILED or answer.status == 429:
+                        wait_s = max(wait_s, self._judge(answer, replica, member.engine_epoch, last=last))
                     if answer.status == 200 and (answer.length is None or answer.length > WHOLE_BYTES):
                         await self._stream(request, call, attempt, answer)
+                        self._outages.answered(replica)
                         return None
                     whole = await answer.read(WHOLE_BYTES)
                 if answer.status == 404 and target.run and target.model.encode() in whole:
-                    self._outages.missing(replica, target.model, time.monotonic())
+                    self._outages.lacking.found(replica, target.model, member.engine_epoch)
+                    self._view.nudge()  # whoever reports does so at once
                     self._metrics.count("missing_version", replica)
                     raise _Elsewhere("missing_version", "replica does not know the version")
+                if answer.status not in FAILED and answer.status != 429:
+                    self._outages.answered(replica)
+                    wait_s = 0.0
                 call.answered(whole[-TAIL_BYTES:])
                 self._look_for_void(call)
-                return Reply(answer.status, answer_headers(answer, call.headers()), whole)
+                pairs = answer_headers(answer, call.headers())
+                return Reply(answer.status, with_retry_after(pairs, wait_s) if wait_s else pairs, whole)
         except Unsendable as error:
             raise Unroutable(f"request cannot be passed on: {error}", status=400) from error
         except ReplicaError as error:
+            away = isinstance(error, ConnectFailed)
+            if not attempt.lost:
+                self._outages.failed(replica, member.engine_epoch, time.monotonic(), _said(error), away=away)
             if request.begun:
                 # not ended, so the client's connection is cut: it must not take what it has for all of it
                 call.end("upstream_error", call.row.status, attempt.lost or _said(error))
@@ -325,8 +378,24 @@ class Proxy:
                 raise Unroutable(
                     "replica did not answer in time", status=504, replica=replica, version=target.model
                 ) from error
-            self._outages.unreachable(replica, time.monotonic())
-            raise _Elsewhere("unreachable", f"replica cannot be reached: {_said(error)}") from error
+            kind, what = ("unreachable", "cannot be reached") if away else ("cut", "did not answer to the end")
+            raise _Elsewhere(kind, f"replica {what}: {_said(error)}") from error
+
+    def _judge(self, answer: Answer, replica: str, engine_epoch: str, *, last: bool) -> float:
+        """What to make of an answer that another replica may do better than; how long it asks to be left alone.
+
+        One that has too much to do has not failed.
+        """
+        wait_s = retry_after(answer)
+        if answer.status == 429 or (answer.status == 503 and wait_s):
+            if not last:
+                raise _Elsewhere("full", f"replica is full: {answer.status}", wait_s=wait_s)
+            return wait_s
+        reason = f"replica answered {answer.status}"
+        self._outages.failed(replica, engine_epoch, time.monotonic(), reason)
+        if not last:
+            raise _Elsewhere(f"status_{answer.status}", reason)
+        return wait_s
 
     async def _stream(self, request: Request, call: Call, attempt: Attempt, answer: Answer) -> None:
         """Pass chunks on as they come; only the tail is remembered, for the token counts.
@@ -376,11 +445,13 @@ class Proxy:
         if row.route_s is not None:
             observe("route_seconds", row.route_s)
         if row.first_byte_s is not None:
-            observe("first_byte_seconds", row.first_byte_s)
+            observe("first_byte_seconds", row.first_byte_s, row.replica)
         if row.prompt_tokens:
-            count("prompt_tokens", by=row.prompt_tokens)
-        if row.cached_tokens:
-            count("cached_tokens", by=row.cached_tokens)
+            count("prompt_tokens", row.replica, row.version, by=row.prompt_tokens)
+        if row.cached_tokens is not None:
+            count("cached_tokens", row.replica, row.version, by=row.cached_tokens)
+            if row.predicted_tokens is not None:
+                count("predicted_tokens", row.replica, row.version, by=row.predicted_tokens)
         if call.recorded:
             self._look_for_void(call)
             self._ledger.close(row, sent=call.sent)

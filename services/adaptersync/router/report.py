@@ -1,10 +1,14 @@
-"""What the router tells the coordinator: the table it serves and what is in flight. Retirement waits for it."""
+"""What the router tells the control server: the table it serves, what is in flight, and who lacks what it should hold.
+
+Retirement waits for the first two. Whoever lacks something is looked up there, too, until its agent has confirmed it.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 
+from adaptersync.router.lacking import Lacking
 from adaptersync.router.proxy import Proxy
 from adaptersync.router.table import TableView
 from adaptersync_core.errors import ControlError
@@ -20,10 +24,13 @@ log = logging.getLogger(__name__)
 class Reporter:
     """Until it has been told once, nothing may be served: the coordinator would not wait for this router."""
 
-    def __init__(self, registry: Registry, view: TableView, proxy: Proxy, *, name: str, max_age_s: float) -> None:
+    def __init__(
+        self, registry: Registry, view: TableView, proxy: Proxy, lacking: Lacking, *, name: str, max_age_s: float
+    ) -> None:
         self._registry = registry
         self._view = view
         self._proxy = proxy
+        self._lacking = lacking
         self._name = name
         self._max_age_s = max_age_s
         self._away = False
@@ -41,9 +48,11 @@ class Reporter:
             max_age_s=self._max_age_s,
             url=self.url,
             inflight=dict(self._proxy.serving),
+            missing=self._lacking.report(),
         )
+        untold = self._lacking.untold()
         try:
-            await self._registry.report_router(self._name, said)
+            self._lacking.told(untold, await self._registry.report_router(self._name, said))
         except ControlError as error:
             if not self._away:
                 log.warning("report not written: %s", error)
@@ -57,5 +66,19 @@ class Reporter:
         """Report at once when the table changes, and on a timer; runs until cancelled."""
         while True:
             told = await self.tell()
+            if told is not None and self._lacking.pairs:
+                await self._look()
             if told is None or told is self._view.table:
                 await self._view.change(REPORT_S)
+
+    async def _look(self) -> None:
+        """Has an agent confirmed what its replica lacked?"""
+        back = False
+        for replica in sorted(self._lacking.replicas()):
+            try:
+                holding = await self._registry.holding(replica)
+            except ControlError:
+                return  # the next report will say so
+            back |= holding is not None and self._lacking.confirm(replica, holding)
+        if back:
+            self._view.nudge()

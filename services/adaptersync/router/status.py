@@ -23,6 +23,7 @@ from adaptersync.router.workers import PUT_S, Shares
 from adaptersync_core.errors import Unroutable
 from adaptersync_core.table import Table
 
+CIRCUIT = {"closed": 0.0, "half open": 1.0, "open": 2.0}
 MODELS_TIMEOUT_S = 5.0
 MODELS_LIMIT = 1 << 20  # bytes of a replica's list of models
 
@@ -61,19 +62,27 @@ class Status:
         self._model_len: dict[str, int] = {}  # by engine epoch: what the replicas of the present table say
 
     async def health(self, request: Request) -> Reply:
-        """200 while no fewer than `min_ready` replicas can be sent to, else 503; the body says why for each."""
+        """200 while no fewer than `min_ready` replicas can be sent to, else 503; the body says why for each.
+
+        Replicas that are silent and kept at the floor are still asked, and every router is told the same of them: a
+        balancer that took this one away would gain nothing. The body says `degraded`, and the status 200.
+        """
         view, table, now = self._view, self._view.table, time.monotonic()
         try:
             view.serving()
             reason = ""
         except Unroutable as error:
             reason = str(error)
-        serving = [name for name in view.ready if not self._outages.out(name, now)]
+        serving = [name for name in view.ready if self._outages.state(name, now) != "open"]
         if not reason and len(serving) < table.min_ready:
             reason = f"{len(serving)} of at least {table.min_ready} replicas serve"
         if not reason and self._refuses_unrecorded and self._ledger.full:
             reason = "ledger's spool is full: nothing more can be recorded"
+        refuses = bool(reason)
+        if not reason and view.ready and len(table.silent()) == len(view.ready):
+            reason = f"no ready replica is heard of: {table.members[view.ready[0]].reason}"
         age_s = view.age_s()
+        lacked = self._outages.lacking.report()
         body = {
             "status": "degraded" if reason else "ok",
             "reason": reason,
@@ -87,7 +96,9 @@ class Status:
             "replicas": {
                 name: {
                     "state": member.state,
-                    "reason": "this router could not reach it" if self._outages.out(name, now) else member.reason,
+                    "reason": self._outages.why(name, now) or member.reason,
+                    "circuit": self._outages.state(name, now),
+                    "missing": lacked.get(name, []),
                     "in_flight": self._ownership.inflight[name],
                 }
                 for name, member in table.members.items()
@@ -107,7 +118,7 @@ class Status:
                 "cache": "reachable" if self._ownership.reachable else "away: deciding alone",
             },
         }
-        return json_answer(body, status=503 if reason else 200)
+        return json_answer(body, status=503 if refuses else 200)
 
     async def models(self, request: Request) -> Reply:
         """The base model first, then what may be asked for now."""
@@ -142,10 +153,12 @@ class Status:
         self._shares.put(self._worker, self._metrics.encode())
 
     def _measure(self) -> None:
-        view, metrics, ledger = self._view, self._metrics, self._ledger
-        metrics.keep_replicas(view.table.members)
-        for name in view.table.members:
+        view, metrics, ledger, now = self._view, self._metrics, self._ledger, time.monotonic()
+        metrics.keep(replicas=view.table.members, versions={self._base_model, *view.table.versions})
+        for name, member in view.table.members.items():
+            metrics.gauge("ready", member.state == "ready", name)
             metrics.gauge("inflight", self._ownership.inflight[name], name)
+            metrics.gauge("circuit", CIRCUIT[self._outages.state(name, now)], name)
         metrics.gauge("held", self._admission.held)
         metrics.gauge("connections", len(self._server.connections))
         metrics.gauge("table_generation", view.table.generation)

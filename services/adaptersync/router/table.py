@@ -64,7 +64,7 @@ class TableView:
         return self.table
 
     async def change(self, timeout_s: float) -> bool:
-        """Wait for another table; False when `timeout_s` passed."""
+        """Wait for another table, or news of this one; False when `timeout_s` passed."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -100,5 +100,9 @@ class TableView:
         self.ready = table.ready()
         sizes = [table.members[name].block_size for name in self.ready if table.members[name].block_size > 0]
         self.block_size = min(sizes, default=BLOCK_SIZE)
+        self.nudge()
+
+    def nudge(self) -> None:
+        """Wake whoever waits for a change: there is a new table, or news of what it says."""
         self._changed.set()
         self._changed = asyncio.Event()

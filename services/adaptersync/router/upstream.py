@@ -10,6 +10,8 @@ from adaptersync.router.connection import Answer
 from adaptersync.router.server import Pair, Request
 from adaptersync_core.headers import EXPLAIN, GATE, REPLICA, REQUEST_ID, SUBSTITUTED, VERSION, VOIDED
 
+RETRY_MOST_S = 60.0  # no client is told to stay away for longer, whatever a replica says
+
 # headers that belong to one connection
 _HOP = (
     b"connection",
@@ -42,6 +44,17 @@ def request_headers(request: Request, request_id: bytes) -> list[Pair]:
 def answer_headers(answer: Answer, ours: Sequence[Pair]) -> list[Pair]:
     """What a client is sent of a replica's headers, with ours in place of any of the same name."""
     return [*(pair for pair in answer.headers if pair[0] not in _NOT_ANSWERED), *ours]
+
+
+def retry_after(answer: Answer) -> float:
+    """How many seconds a replica asks to be left alone; 0 when it does not say, or not in seconds."""
+    said = next((value for name, value in answer.headers if name == b"retry-after"), b"")
+    return min(float(said), RETRY_MOST_S) if said.isdigit() and len(said) < 10 else 0.0
+
+
+def with_retry_after(pairs: Sequence[Pair], wait_s: float) -> list[Pair]:
+    """This one in place of the replica's."""
+    return [*(pair for pair in pairs if pair[0] != b"retry-after"), (b"retry-after", b"%d" % wait_s)]
 
 
 async def read_whole(answer: ClientResponse, limit: int) -> bytes:

@@ -7,6 +7,7 @@ import json
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -218,6 +219,35 @@ async def test_an_engine_that_is_loaded_already_is_confirmed(bench: Bench) -> No
     ack = await bench.ack(name)
     assert ack.accepted, ack.reason
     assert bench.engine.listed() == {name: str(bench.staged / name)}
+
+
+async def test_what_the_engine_has_lost_is_not_said_to_be_held_until_it_is_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its word is taken back, and given again once the version was proved anew."""
+    lost, other = await bench.publish(), await bench.publish()
+    await bench.want(lost, other)
+    for name in (lost, other):
+        await bench.ack(name)
+    back, load = asyncio.Event(), VllmClient.load
+
+    async def waits(self: VllmClient, *arguments: Any, **more: Any) -> None:
+        await back.wait()
+        await load(self, *arguments, **more)
+
+    monkeypatch.setattr(VllmClient, "load", waits)
+    await asyncio.to_thread(bench.engine.unload, lost)
+    await wait_until(lambda: _said(bench, {other}), timeout_s=5)
+    back.set()
+    assert (await bench.ack(lost)).accepted
+    assert bench.engine.listed() == {name: str(bench.staged / name) for name in (lost, other)}
+    told = [fields for _, fields in await bench.registry.client.read_stream(bench.registry.keys.events, "0")]
+    assert [each["version"] for each in told if each["type"] == "replica.acked"].count(lost) == 2
+    assert (await bench.registry.holding("r1")) is not None
+
+
+async def _said(bench: Bench, names: set[str]) -> bool:
+    return set(await bench.registry.acks("r1")) == names
 
 
 async def test_a_restarted_engine_is_another_life_and_gets_everything_again(

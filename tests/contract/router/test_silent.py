@@ -145,6 +145,25 @@ async def test_what_waits_where_nobody_else_could_answer_is_left_alone(fleet: Fl
         assert (row["attempts"], row.get("tried")) == ("1", None)
 
 
+async def test_a_router_that_has_only_silent_replicas_is_degraded_and_up(fleet: Fleet) -> None:
+    """Every router reads the same of them: a balancer that takes this one away gains nothing."""
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        first, second = fleet.replicas
+        for silent, status in ((first,), "ok"), ((first, second), "degraded"), ((), "ok"):
+            await fleet.table({V1: "current"}, members=dict.fromkeys(silent, KEPT))
+            health = await fleet.get("/health")
+            assert (health.status, health.json["status"]) == (200, status)
+            assert health.json["reason"] == (f"no ready replica is heard of: {SAID}" if status == "degraded" else "")
+            assert (await fleet.complete(V1)).status == 200
+        await fleet.tables.write({V1: "current"}, {})
+        await wait_until(lambda: _down(fleet))
+
+
+async def _down(fleet: Fleet) -> bool:
+    return (await fleet.get("/health")).status == 503
+
+
 # streams
 
 

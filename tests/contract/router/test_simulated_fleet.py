@@ -50,8 +50,32 @@ async def test_a_prompt_is_warm_the_second_time_and_only_under_its_version(fleet
         rows = await fleet.rows(4)
         assert [row["cached_tokens"] for row in rows] == ["0", str(3 * BLOCK_SIZE), "0", str(3 * BLOCK_SIZE)]
         assert [row["owned_blocks"] for row in rows] == ["0", "3", "0", "3"]
+        assert [row["predicted_tokens"] for row in rows] == [row["cached_tokens"] for row in rows]
         assert {row["prompt_tokens"] for row in rows} == {str(len(PROMPT))}
         assert {row["completion_tokens"] for row in rows} == {"2"}
+
+
+async def test_what_was_expected_to_be_cached_is_what_engines_say_was(fleet: Fleet, urls: dict[str, str]) -> None:
+    """Templates, prompts of whole blocks and turns that go on; and nothing is expected of prompts known by bytes."""
+    await fleet.tables.write({V1: "current"}, {"replica-0": urls["replica-0"]}, block_size=BLOCK_SIZE)
+    template = PROMPT[: 2 * BLOCK_SIZE]
+    asked: list[Any] = [template + [number] * BLOCK_SIZE for number in range(70, 73)]
+    asked += [asked[0], asked[1] + asked[0], "some text that is long enough for several blocks of bytes " * 2]
+    async with fleet.router():
+        for prompt in asked:
+            assert (await fleet.complete(V1, prompt, max_tokens=1)).status == 200
+        rows = await fleet.rows(len(asked))
+        metrics = (await fleet.get("/metrics")).body.decode()
+    assert [row.get("predicted_tokens") for row in rows[:-1]] == [row["cached_tokens"] for row in rows[:-1]]
+    # the second of three prompts with one beginning is the first to know that it is one; the last block is never cached
+    blocks = [int(row["cached_tokens"]) // BLOCK_SIZE for row in rows[:-1]]
+    assert blocks == [0, 2, 2, 2, 3]
+    assert "predicted_tokens" not in rows[-1]
+    for name in ("predicted", "cached"):
+        labels = f'{{replica="replica-0",version="{V1}"}}'
+        assert f"adaptersync_router_{name}_tokens_total{labels} {sum(blocks) * BLOCK_SIZE}.0" in metrics
+    assert 'adaptersync_router_first_byte_seconds_count{replica="replica-0"} 6.0' in metrics
+    assert "adaptersync_router_imbalance 1.0" in metrics
 
 
 async def test_what_comes_through_is_what_the_replica_says(

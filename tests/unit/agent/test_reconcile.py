@@ -36,7 +36,11 @@ def planned(
         pytest.param(planned("x", "x"), Plan(confirm=("x",)), id="held and not yet said"),
         pytest.param(planned("x", "x", acks={"x": YES}), Plan(), id="held and said"),
         pytest.param(planned("x", "x", acks={"x": OLD}), Plan(confirm=("x",)), id="said in an earlier life"),
-        pytest.param(planned("x", acks={"x": YES}), Plan(bring=("x",)), id="said and gone from the engine"),
+        pytest.param(
+            planned("x", acks={"x": YES}), Plan(retract=("x",), bring=("x",)), id="said and gone from the engine"
+        ),
+        pytest.param(planned("x", busy="x", acks={"x": YES}), Plan(), id="said, gone and on its way already"),
+        pytest.param(planned("x", acks={"x": OLD}), Plan(bring=("x",)), id="said in an earlier life, and not there"),
         pytest.param(planned("x", acks={"x": NO}), Plan(bring=("x",)), id="refused and rested"),
         pytest.param(planned("x", resting="x", acks={"x": NO}), Plan(), id="refused a moment ago"),
         pytest.param(planned("x", "x", resting="x", acks={"x": NO}), Plan(), id="held and refused a moment ago"),

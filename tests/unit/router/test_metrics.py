@@ -14,10 +14,12 @@ from adaptersync.router.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, Met
 NAMES = {
     "cache_reachable": "gauge",
     "cached_tokens": "counter",
+    "circuit": "gauge",
     "connections": "gauge",
     "first_byte_seconds": "histogram",
     "held": "gauge",
     "hold_seconds": "histogram",
+    "imbalance": "gauge",
     "inflight": "gauge",
     "ledger_lost": "gauge",
     "ledger_spool_bytes": "gauge",
@@ -25,8 +27,10 @@ NAMES = {
     "ledger_waiting": "gauge",
     "ledger_written": "gauge",
     "missing_version": "counter",
+    "predicted_tokens": "counter",
     "prompt_tokens": "counter",
     "prompts": "counter",
+    "ready": "gauge",
     "requests": "counter",
     "retries": "counter",
     "route_seconds": "histogram",
@@ -54,8 +58,8 @@ def worker(times: int = 1) -> Metrics:
     for _ in range(times):
         for name, (_, labels) in COUNTERS.items():
             metrics.count(name, *(f"{label}-1" for label in labels))
-        for name in HISTOGRAMS:
-            metrics.observe(name, 0.03)
+        for name, (_, labels, _) in HISTOGRAMS.items():
+            metrics.observe(name, 0.03, *(f"{label}-1" for label in labels))
     for name, (_, labels, _) in GAUGES.items():
         metrics.gauge(name, times, *(f"{label}-1" for label in labels))
     return metrics
@@ -78,7 +82,12 @@ def test_labels_are_those_that_dashboards_know() -> None:
         "prompts": ["read", "reason"],
         "retries": ["reason"],
         "missing_version": ["replica"],
+        "circuit": ["replica"],
         "inflight": ["replica"],
+        "ready": ["replica"],
+        "predicted_tokens": ["replica", "version"],
+        "cached_tokens": ["replica", "version"],
+        "prompt_tokens": ["replica", "version"],
     }
 
 
@@ -97,7 +106,8 @@ def test_a_histogram_counts_each_value_in_its_bucket_and_all_above() -> None:
 def test_what_several_counted_is_their_sum() -> None:
     found = values(worker(1), worker(2), worker(4))
     assert found['requests_total{outcome="outcome-1",status="status-1"}'] == 7
-    assert found["prompt_tokens_total"] == 7
+    assert found['prompt_tokens_total{replica="replica-1",version="version-1"}'] == 7
+    assert found['first_byte_seconds_count{replica="replica-1"}'] == 7
     assert found['hold_seconds_bucket{le="0.05"}'] == 7
     assert found['hold_seconds_bucket{le="0.02"}'] == 0
     assert found["hold_seconds_count"] == 7
@@ -128,9 +138,9 @@ def test_gauges_may_be_truths_and_without_end_also_for_other_workers() -> None:
     assert (found["cache_reachable"], found["table_age_seconds"]) == (1, math.inf)
 
 
-def test_counters_without_labels_are_there_before_anything_was_counted() -> None:
+def test_histograms_without_labels_are_there_before_anything_was_counted() -> None:
     found = values(Metrics())
-    assert (found["prompt_tokens_total"], found["cached_tokens_total"], found["total_seconds_count"]) == (0, 0, 0)
+    assert (found["hold_seconds_count"], found["total_seconds_count"]) == (0, 0)
 
 
 def test_series_of_replicas_that_left_are_dropped() -> None:
@@ -138,17 +148,39 @@ def test_series_of_replicas_that_left_are_dropped() -> None:
     for replica in ("r1", "r2"):
         metrics.count("routed", "cold", replica)
         metrics.count("missing_version", replica)
+        metrics.observe("first_byte_seconds", 0.5, replica)
         metrics.gauge("inflight", 1, replica)
+        metrics.gauge("ready", True, replica)
     metrics.count("requests", "ok", "200")
-    metrics.keep_replicas({"r2"})
+    metrics.keep(replicas={"r2"}, versions=())
     metrics.gauge("inflight", 1, "r2")
     assert not [name for name in values(metrics) if "r1" in name]
-    assert {name for name in values(metrics) if "r2" in name} == {
+    assert {name for name in values(metrics) if "r2" in name and "first_byte" not in name} == {
         'routed_total{replica="r2",routing="cold"}',
         'missing_version_total{replica="r2"}',
         'inflight{replica="r2"}',
     }
     assert values(metrics)['requests_total{outcome="ok",status="200"}'] == 1
+
+
+def test_series_of_versions_that_left_are_dropped() -> None:
+    metrics = Metrics()
+    for name in ("predicted_tokens", "cached_tokens", "prompt_tokens"):
+        for version in ("v1", "v2"):
+            metrics.count(name, "r1", version)
+    metrics.keep(replicas={"r1"}, versions={"v2"})
+    assert not [name for name in values(metrics) if "v1" in name]
+    assert len([name for name in values(metrics) if "v2" in name and "_total" in name]) == 3
+
+
+def test_imbalance_is_that_of_all_workers_together_over_ready_replicas() -> None:
+    one, other = Metrics(), Metrics()
+    assert values(one)["imbalance"] == 1
+    for metrics, counts in ((one, (6, 0, 90)), (other, (2, 4, 0))):
+        for place, count in enumerate(counts):
+            metrics.gauge("inflight", count, f"r{place}")
+            metrics.gauge("ready", place < 2, f"r{place}")
+    assert values(one, other)["imbalance"] == pytest.approx(8 / 6)
 
 
 def test_who_takes_anothers_place_counts_on_and_says_nothing_of_how_that_one_was() -> None:
@@ -157,8 +189,8 @@ def test_who_takes_anothers_place_counts_on_and_says_nothing_of_how_that_one_was
     counted = {name for name in values(before) if name.split("{")[0] not in GAUGES}
     assert {name: values(after)[name] for name in counted} == {name: values(before)[name] for name in counted}
     assert not [name for name in values(after) if name.split("{")[0] in GAUGES]
-    after.count("prompt_tokens", by=2.0)
-    assert values(after)["prompt_tokens_total"] == 5
+    after.count("prompt_tokens", "replica-1", "version-1", by=2.0)
+    assert values(after)['prompt_tokens_total{replica="replica-1",version="version-1"}'] == 5
 
 
 def test_labels_that_need_it_are_escaped() -> None:

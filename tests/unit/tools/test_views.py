@@ -36,8 +36,9 @@ def seen(age_s: float = 0.2) -> SeenReplica:
     return SeenReplica(report=report, age_s=age_s)
 
 
-def heard(age_s: float) -> SeenRouter:
-    return SeenRouter(report=RouterReport(generation=6, url="http://r", inflight={V1: 3}), age_s=age_s)
+def heard(age_s: float, **missing: list[str]) -> SeenRouter:
+    report = RouterReport(generation=6, url="http://r", inflight={V1: 3}, missing=missing)
+    return SeenRouter(report=report, age_s=age_s)
 
 
 def fleet() -> Fleet:
@@ -129,6 +130,17 @@ def test_a_silent_router_is_named_until_it_cannot_serve_any_more() -> None:
     assert view.problems == ["router-1 is silent for 20 s; retirement waits until it cannot serve"]
     gone = status(replace(fleet(), routers={"router-0": heard(0.5), "router-1": heard(66.0)}))
     assert (gone.healthy, [each.router for each in gone.routers]) == (True, ["router-0"])
+
+
+def test_what_replicas_lost_is_named_once_whoever_saw_it() -> None:
+    lost = {"replica-1": [V1]}
+    routers = {"router-0": heard(0.5, **lost), "router-1": heard(0.5, **lost)}
+    view = status(replace(fleet(), routers=routers))
+    said = f"replica-1 did not know {V1} when asked; not asked for it until its agent has confirmed it"
+    assert (view.healthy, view.problems) == (False, [said])
+    assert view.routers[0].missing == lost
+    old = status(replace(fleet(), routers={"router-0": heard(0.5), "router-1": heard(20.0, **lost)}))
+    assert said not in old.problems
 
 
 def test_an_ack_of_another_life_of_the_engine_does_not_count() -> None:

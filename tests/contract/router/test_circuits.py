@@ -1,0 +1,174 @@
+"""Replicas that fail again and again, and requests that make them fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import aiohttp
+import pytest
+
+from adaptersync.router import outages
+from support.raw_server import Talk, raw_server
+from support.router_fleet import V1, Answer, Fleet
+from support.upstreams import Upstream, upstream
+from support.wait import wait_until
+
+LONG = list(range(64))  # four blocks: whoever had it first is asked again
+
+
+async def _circuit(fleet: Fleet, replica: Upstream) -> str:
+    return str((await fleet.get("/health")).json["replicas"][replica.name]["circuit"])
+
+
+async def _owner(fleet: Fleet) -> tuple[Upstream, Upstream]:
+    """Who is asked for the long prompt, and who is not."""
+    assert (await fleet.complete(V1, LONG)).status == 200
+    owner, other = sorted(fleet.replicas.values(), key=lambda replica: -len(replica.seen))
+    return owner, other
+
+
+async def _break(fleet: Fleet, sick: Upstream) -> None:
+    """Three failures in a row, of which no client hears."""
+    sick.fail = [500] * 3
+    for number in range(100):
+        if not sick.fail:
+            break
+        assert await _circuit(fleet, sick) == "closed"
+        assert (await fleet.complete(V1, [number] * 64)).status == 200  # one that nobody has had
+    assert not sick.fail
+
+
+async def test_three_failures_in_a_row_leave_a_replica_out_and_an_answer_takes_it_back(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outages, "SHORTEST_S", 0.5)
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        sick, well = await _owner(fleet)
+        await _break(fleet, sick)
+        health = await fleet.get("/health")
+        assert health.status == 200  # the other serves
+        said = health.json["replicas"][sick.name]
+        assert said["circuit"] == "open"
+        assert said["reason"].endswith("replica answered 500")
+        text = (await fleet.get("/metrics")).body.decode()
+        assert f'router_circuit{{replica="{sick.name}"}} 2.0' in text
+        assert f'router_circuit{{replica="{well.name}"}} 0.0' in text
+        sick.gate.clear()
+        await wait_until(lambda: _is(fleet, sick, "half open"))
+        asking = [asyncio.create_task(fleet.complete(V1, LONG)) for _ in range(8)]
+        await wait_until(lambda: sum(each.done() for each in asking) == 7)
+        assert sick.in_flight == 1  # one of them tries it
+        sick.gate.set()
+        assert {answer.status for answer in await asyncio.gather(*asking)} == {200}
+        assert await _circuit(fleet, sick) == "closed"
+        assert [answer.headers["x-adaptersync-replica"] for answer in map(asyncio.Task.result, asking)].count(
+            sick.name
+        ) == 1
+
+
+async def test_a_client_that_goes_away_does_not_keep_others_from_trying(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outages, "SHORTEST_S", 0.1)
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        sick, _ = await _owner(fleet)
+        await _break(fleet, sick)
+        await wait_until(lambda: _is(fleet, sick, "half open"))
+        sick.gate.clear()
+        asking = asyncio.create_task(fleet.complete(V1, LONG))
+        await wait_until(lambda: sick.in_flight == 1)
+        asking.cancel()
+        await wait_until(lambda: sick.aborted == 1)
+        sick.gate.set()
+        await wait_until(lambda: _tried(fleet, sick))
+
+
+async def test_nobody_is_left_out_for_the_sake_of_nobody(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, {"replica-0": fleet.urls["replica-0"]})
+    sick = fleet.replicas["replica-0"]
+    async with fleet.router():
+        sick.fail = [500] * 5
+        assert [(await fleet.complete(V1)).status for _ in range(5)] == [500] * 5
+        assert (await fleet.get("/health")).status == 503
+        assert (await fleet.complete(V1)).status == 200
+        assert (await fleet.get("/health")).status == 200
+
+
+async def test_answers_that_do_not_come_in_time_count(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, {"replica-0": fleet.urls["replica-0"]})
+    frozen = fleet.replicas["replica-0"]
+    async with fleet.router(request_timeout_s=0.1):
+        frozen.gate.clear()
+        assert [(await fleet.complete(V1)).status for _ in range(3)] == [504] * 3
+        assert await _circuit(fleet, frozen) == "open"
+
+
+async def test_streams_that_are_cut_count(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, {"replica-0": fleet.urls["replica-0"]})
+    cutting = fleet.replicas["replica-0"]
+    cutting.cut_after = 1
+    async with fleet.router():
+        for _ in range(3):
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await fleet.complete(V1, stream=True)
+        assert await _circuit(fleet, cutting) == "open"
+
+
+# requests that end, or freeze, whoever they are sent to
+
+
+@contextlib.asynccontextmanager
+async def _third(fleet: Fleet) -> AsyncIterator[None]:
+    async with upstream("replica-2") as third:
+        fleet.replicas[third.name] = third
+        yield
+
+
+async def test_what_ends_engines_is_sent_to_two(fleet: Fleet) -> None:
+    async def dies(talk: Talk) -> None:
+        await talk.request()
+
+    async with contextlib.AsyncExitStack() as stack:
+        raws = [await stack.enter_async_context(raw_server(dies)) for _ in range(4)]
+        await fleet.tables.write({V1: "current"}, {f"replica-{place}": raw.url for place, raw in enumerate(raws)})
+        async with fleet.router():
+            answer = await fleet.complete(V1)
+            assert (answer.status, "did not answer to the end" in answer.message) == (503, True)
+            assert sum(len(raw.requests) for raw in raws) == 2
+            (row,) = await fleet.rows(1)
+            assert (row["outcome"], row["attempts"]) == ("upstream_error", "2")
+
+
+async def test_what_freezes_engines_is_sent_to_two(fleet: Fleet) -> None:
+    async with _third(fleet):
+        await fleet.tables.write({V1: "current"}, fleet.urls)
+        for replica in fleet.replicas.values():
+            replica.gate.clear()
+        async with fleet.router():
+            asking = asyncio.create_task(fleet.complete(V1))
+            for _ in range(2):
+                await wait_until(lambda: any(replica.in_flight for replica in fleet.replicas.values()))
+                (frozen,) = [replica for replica in fleet.replicas.values() if replica.in_flight]
+                change = {"state": "ejected", "reason": "silent: no heartbeat for 3.1 s", "silent": True}
+                await fleet.table({V1: "current"}, members={frozen.name: change})
+                await wait_until(_ended(frozen))
+            answer: Answer = await asyncio.wait_for(asking, 5)
+            assert answer.status == 503
+            assert sorted(len(replica.seen) for replica in fleet.replicas.values()) == [0, 1, 1]
+
+
+def _ended(replica: Upstream) -> Callable[[], bool]:
+    return lambda: not replica.in_flight
+
+
+async def _is(fleet: Fleet, replica: Upstream, state: str) -> bool:
+    return await _circuit(fleet, replica) == state
+
+
+async def _tried(fleet: Fleet, replica: Upstream) -> bool:
+    await fleet.complete(V1, LONG)
+    return await _circuit(fleet, replica) == "closed"

@@ -38,15 +38,16 @@ class Books:
     ) -> Choice:
         """A request of `weight` sequences, `alike` of them of the prompt that `hashes` tell of; its session has
         `kept`."""
-        known: list[Block] = []
-        for name in hashes:
-            if name not in self.blocks:
-                break
-            known.append(self.blocks[name])
+        choice = self.decide(hashes, candidates, turn, kept)
+        self.note(hashes, candidates, choice, weight, alike)
+        return choice
+
+    def decide(self, hashes: Sequence[str], candidates: Sequence[str], turn: int, kept: str = "") -> Choice:
+        """The choice alone."""
+        known = self._known(hashes)
         common = boilerplate(known, hashes)
         depth = owned(known, common)
-        inflight = sum(self.inflight[name] for name in candidates)
-        if self.policy == "promise" and not inflight:
+        if self.policy == "promise" and not self._busy(candidates):
             self.promises.quiet(self.repeats)
         promised = self.promises.by_replica
         choice = choose(
@@ -59,16 +60,33 @@ class Books:
             turn=turn,
             kept=kept,
         )
-        self.inflight[choice.replica] += weight
+        return replace(choice, boilerplate=common, known=len(known))
+
+    def note(
+        self, hashes: Sequence[str], candidates: Sequence[str], choice: Choice, weight: int = 1, alike: int = 1
+    ) -> None:
+        """The request goes where `choice` says."""
         if self.policy == "promise":
-            self.promises.note(hashes, choice, self.repeats, inflight=inflight, alike=alike)
+            self.promises.note(hashes, choice, self.repeats, inflight=self._busy(candidates), alike=alike)
+        self.inflight[choice.replica] += weight
+        known, common = self._known(hashes), choice.boilerplate
         for place, name in enumerate(hashes):
             before = known[place] if place < len(known) else Block(child="", owners=())
             self.blocks[name] = _seen(before, hashes[place + 1 : place + 2], choice.replica if place >= common else "")
-        return replace(choice, boilerplate=common, known=len(known))
 
     def release(self, replica: str, weight: int = 1) -> None:
         self.inflight[replica] -= weight
+
+    def _known(self, hashes: Sequence[str]) -> list[Block]:
+        known: list[Block] = []
+        for name in hashes:
+            if name not in self.blocks:
+                break
+            known.append(self.blocks[name])
+        return known
+
+    def _busy(self, candidates: Sequence[str]) -> int:
+        return sum(self.inflight[name] for name in candidates)
 
 
 def _seen(block: Block, following: Sequence[str], owner: str) -> Block:

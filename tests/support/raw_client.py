@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from adaptersync.router.server import Limits, Refused, Reply, Request, Server
+from adaptersync.router.request import Refused, Reply, Request
+from adaptersync.router.server import Limits, Server
 
 LIMITS = {"head_bytes": 4096, "body_bytes": 1 << 20, "arriving_bytes": 16 << 20, "connections": 100}
 LARGE = bytes(range(256)) * (48 << 10)  # 12 MiB: more than sockets hold

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import orjson
 
-from adaptersync.router.server import Pair, Reply
+from adaptersync.router.request import Pair, Reply
 from adaptersync_core.errors import AdapterSyncError, Unroutable
 
 TYPES = {

@@ -206,7 +206,7 @@ async def _serving(
             await pipe.connect()
     try:
         host, port = await server.listen(paths, settings.host, settings.port)
-        url = reporter.url = f"http://{host}:{port}"
+        url = reporter.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         work = asyncio.create_task(
             _work(
                 view.follow(bell),

@@ -8,8 +8,8 @@ from functools import lru_cache
 
 from adaptersync.router.explanation import Explanation
 from adaptersync.router.policy import Choice
+from adaptersync.router.request import Pair, Request
 from adaptersync.router.resolve import Target
-from adaptersync.router.server import Pair, Request
 from adaptersync.router.usage import read_usage
 from adaptersync_core import headers
 from adaptersync_core.rollouts import LABEL, Row

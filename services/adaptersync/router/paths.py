@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 
 from adaptersync.router.answers import refusal
+from adaptersync.router.request import Refused, Reply, Request
 from adaptersync.router.resolve import RETRY_S
-from adaptersync.router.server import Refused, Reply, Request
 from adaptersync_core.errors import Unroutable
 
 # calls that change engines: a router would reach one replica of many

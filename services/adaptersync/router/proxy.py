@@ -30,8 +30,8 @@ from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
 from adaptersync.router.ownership import Ownership
 from adaptersync.router.prompts import Prompts, Reader
+from adaptersync.router.request import ClientGone, Pair, Reply, Request
 from adaptersync.router.resolve import RETRY_S, Target, Wanted, parse
-from adaptersync.router.server import ClientGone, Pair, Reply, Request
 from adaptersync.router.sessions import NONE as NO_SESSION
 from adaptersync.router.sessions import Kept, Sessions, session_name, still
 from adaptersync.router.table import TableView

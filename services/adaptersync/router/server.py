@@ -10,8 +10,6 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Sequence
-from http import HTTPStatus
 from socket import SO_LINGER, SOL_SOCKET
 from struct import pack
 from typing import Protocol
@@ -19,6 +17,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from msgspec import Struct
+
+from adaptersync.router.request import FAILED, ClientGone, Pair, Refused, Reply, Request
 
 HEADERS = 128  # of a request
 AHEAD = 8  # requests that a client may send before the first is answered; then it is not read
@@ -28,13 +28,12 @@ STALL_S = 60.0  # in which a client takes too little of its answers for more to 
 LINGER_S = 2.0  # after a refusal what still comes is read away: an answer must not be lost to a reset
 SWEEP_S = 1.0  # between two looks at the four above
 TOLD = 64  # connections above the limit that are told so; any more are cut
+OFFER = (b"connection", b"upgrade", b"http2-settings")  # headers by which another protocol is offered
 PIECES = 64  # of a body are kept as they come; after that what is small must not cost more than its bytes
 
-Pair = tuple[bytes, bytes]
 log = logging.getLogger(__name__)
 
 _RESET = pack("ii", 1, 0)  # a connection that lingers so does not end but break
-_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -46,34 +45,6 @@ class Limits(Struct, frozen=True, kw_only=True):
     connections: int
 
 
-class Reply(Struct, frozen=True):
-    """A whole answer. Its length is added to the headers, which are in lower case."""
-
-    status: int
-    headers: Sequence[Pair] = ()
-    body: bytes = b""
-
-
-FAILED = Reply(
-    500,
-    ((b"content-type", b"application/json"),),
-    b'{"error":{"message":"router failed","type":"api_error","code":"internal_error","param":null}}',
-)
-
-
-class ClientGone(ConnectionError):
-    """Nobody is there to take the answer."""
-
-
-class Refused(Exception):
-    """A request that is not to be served, before anybody has seen it."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-        self.reason = reason
-
-
 class Service(Protocol):
     """What is served. `handle` returns the whole answer, or None when it has given it with `begin` and `write`."""
 
@@ -81,92 +52,6 @@ class Service(Protocol):
 
     def refuse(self, request: Request, error: Refused) -> Reply:
         """The answer to what is no request, or too much of one; it is known as far as it was read."""
-
-
-class Request:
-    """A whole request; names of headers are in lower case. It answers, too: `begin`, any number of `write`, `end`."""
-
-    __slots__ = ("_chunked", "_connection", "_old", "_state", "body", "headers", "keeps", "method", "path", "target")
-
-    def __init__(
-        self,
-        connection: _Connection,
-        *,
-        method: str = "",
-        target: str = "",
-        headers: Sequence[Pair] = (),
-        body: bytes = b"",
-        keeps: bool = False,
-        old: bool = False,
-    ) -> None:
-        """`old`: the client speaks HTTP/1.0. `keeps`: it goes on with this connection."""
-        self._connection = connection
-        self._old = old
-        self._state = "new"
-        self._chunked = False
-        self.method = method
-        self.target = target
-        self.path = target.partition("?")[0]
-        self.headers = headers
-        self.body = body
-        self.keeps = keeps
-
-    def header(self, name: bytes) -> bytes:
-        """Its value, or nothing."""
-        for each, value in self.headers:
-            if each == name:
-                return value.rstrip(b" \t")
-        return b""
-
-    @property
-    def begun(self) -> bool:
-        return self._state != "new"
-
-    @property
-    def ended(self) -> bool:
-        return self._state == "ended"
-
-    def begin(self, status: int, headers: Sequence[Pair], length: int | None) -> None:
-        """Send the head of an answer; without a `length` the client learns of its end as HTTP has it."""
-        more: list[Pair] = []
-        if length is not None:
-            more.append((b"content-length", b"%d" % length))
-        elif not self._old:
-            self._chunked = True
-            more.append((b"transfer-encoding", b"chunked"))
-        else:
-            self.keeps = False
-        self._state = "begun"
-        self._connection.send(self._head(status, (*headers, *more)))
-
-    async def write(self, piece: bytes) -> None:
-        """Send some of the body, at least a byte; returns when there is room for more. ClientGone."""
-        self._connection.send(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
-        await self._connection.room()
-
-    def end(self) -> None:
-        """The answer is whole."""
-        if self._chunked:
-            self._connection.send(b"0\r\n\r\n")
-        self._state = "ended"
-
-    def answer(self, reply: Reply) -> None:
-        """All of it at once."""
-        head = self._head(reply.status, (*reply.headers, (b"content-length", b"%d" % len(reply.body))))
-        self._state = "ended"
-        self._connection.send(head if self.method == "HEAD" else head + reply.body)
-
-    def _head(self, status: int, headers: Sequence[Pair]) -> bytes:
-        lines = [_LINES.get(status) or b"HTTP/1.1 %d Unknown\r\n" % status]
-        lines += [b"%b: %b\r\n" % pair for pair in headers]
-        if self._connection.stopping:
-            self.keeps = False
-        if not self.keeps:
-            lines.append(b"connection: close\r\n")
-        elif self._old:
-            lines.append(b"connection: keep-alive\r\n")
-        lines.append(b"\r\n")
-        return b"".join(lines)
 
 
 class Server:
@@ -229,6 +114,7 @@ class _Connection(asyncio.Protocol):
         self._stalled_since = 0.0
         self._held = False  # is not read for the moment
         self._old = False  # what is read is HTTP/1.0
+        self._offers = False  # and another protocol instead
         self._broken: Refused | None = None  # nothing more is read, ever
         self._since = 0.0  # when the first byte of a request came, or the connection became idle
         self._quiet = 0  # bytes since a request last got on
@@ -327,14 +213,33 @@ class _Connection(asyncio.Protocol):
             self._since = self._server.loop.time()
         self._quiet += len(data)
         try:
-            self._parser.feed_data(data)
+            while data:
+                data = self._read(data)
             if self._quiet > self._server.limits.head_bytes:
                 raise Refused(431, "request does not get on")
         except Refused as error:
             self._refuse(error)
-        except (HttpParserError, HttpParserUpgrade) as error:
+        except HttpParserError as error:
             cause = error.__context__
             self._refuse(cause if isinstance(cause, Refused) else Refused(400, f"request is not HTTP: {error}"))
+
+    def _read(self, data: bytes) -> bytes:
+        """Returns what is to be read anew, from a request on that offers another protocol.
+
+        The parser ends where such a request's body would begin. We do not take it up, so it is read without the offer.
+        """
+        try:
+            self._parser.feed_data(data)
+        except HttpParserUpgrade as offer:
+            closes = any(b"close" in value.lower() for name, value in self._headers if name == b"connection")
+            kept = [pair for pair in self._headers if pair[0] not in OFFER]
+            if closes:
+                kept.append((b"connection", b"close"))
+            first = b"%b %b HTTP/%b" % (self._parser.get_method(), self._target, b"1.0" if self._old else b"1.1")
+            self._clear()
+            self._parser = HttpRequestParser(self)
+            return b"\r\n".join((first, *(b"%b: %b" % pair for pair in kept), b"", data[offer.args[0] :]))
+        return b""
 
     # what the parser tells
 
@@ -368,6 +273,9 @@ class _Connection(asyncio.Protocol):
         if version != "1.1" and version != "1.0":
             raise Refused(505, "HTTP/1.1 is spoken here")
         self._old = version == "1.0"
+        self._offers = self._parser.should_upgrade()
+        if self._offers and self._parser.get_method() != b"CONNECT":
+            return
         for name, value in self._headers:
             if name == b"content-length":
                 length = int(value)
@@ -379,7 +287,7 @@ class _Connection(asyncio.Protocol):
                 expects = value.strip().lower() == b"100-continue" and not self._old
             elif name == b"content-encoding" and value.strip().lower() != b"identity":
                 raise Refused(415, "request body is compressed")
-        if self._parser.should_upgrade():
+        if self._offers:
             raise Refused(400, "no other protocol is spoken here")
         self._room_for(length)
         if expects and (length or coded) and self.task is None:
@@ -409,6 +317,8 @@ class _Connection(asyncio.Protocol):
             raise Refused(503, "too much is being received")
 
     def on_message_complete(self) -> None:
+        if self._offers:
+            return  # it is read again
         parser = self._parser
         body = bytes(self._body[0]) if len(self._body) == 1 else b"".join(self._body)
         request = Request(

@@ -15,8 +15,9 @@ from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
 from adaptersync.router.ownership import Ownership
+from adaptersync.router.request import Reply, Request
 from adaptersync.router.resolve import RETRY_S
-from adaptersync.router.server import Reply, Request, Server
+from adaptersync.router.server import Server
 from adaptersync.router.table import TableView
 from adaptersync.router.upstream import read_whole
 from adaptersync.router.workers import PUT_S, Shares

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from aiohttp import ClientPayloadError, ClientResponse
 
 from adaptersync.router.connection import Answer
-from adaptersync.router.server import Pair, Request
+from adaptersync.router.request import Pair, Request
 from adaptersync_core.headers import EXPLAIN, GATE, REPLICA, REQUEST_ID, SUBSTITUTED, VERSION, VOIDED
 
 RETRY_MOST_S = 60.0  # no client is told to stay away for longer, whatever a replica says

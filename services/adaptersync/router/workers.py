@@ -33,7 +33,7 @@ SLOTS = 2  # of a share, written in turn: who is killed while it writes leaves w
 PUT_S = 1.0  # between two times a worker leaves its figures
 AGAIN_S = 0.5  # before one that died is replaced
 DEATHS = 5  # within DYING_S end the router: whoever started it shall know
-DYING_S = 10.0
+DYING_S = 60.0  # a worker that cannot begin may take ten seconds to find out
 
 GARBAGE = 50_000  # objects more than before, when the collector looks
 

@@ -20,6 +20,25 @@ local function without(holders)
   return kept
 end
 
+-- As in route.lua.
+local function forget_blocks(excess, place)
+  for _ = 1, 8 do -- a row may end with the hash, and goes on at its beginning
+    local found = redis.call('HSCAN', KEYS[1], place, 'COUNT', excess)
+    local last = math.min(#found[2], 2 * excess) -- names and values take turns
+    for first = 1, last, 2 * CHUNK do
+      local gone = {}
+      for i = first, math.min(first + 2 * CHUNK - 1, last), 2 do
+        gone[#gone + 1] = found[2][i]
+      end
+      excess = excess - redis.call('HDEL', KEYS[1], unpack(gone))
+    end
+    place = found[1]
+    if excess <= 0 then
+      return
+    end
+  end
+end
+
 local changes, fresh, gone = {}, 0, {}
 for first = 5, #ARGV, CHUNK do
   local last = math.min(first + CHUNK - 1, #ARGV)
@@ -61,7 +80,7 @@ if fresh > 0 then
   local kept = redis.call('HLEN', KEYS[1])
   local excess = math.min(kept + fresh - limit, kept, 4000)
   if excess > 0 then
-    redis.call('HDEL', KEYS[1], unpack(redis.call('HRANDFIELD', KEYS[1], excess)))
+    forget_blocks(excess, tonumber(string.sub(ARGV[5], 1, 7), 16) or 0)
   end
 end
 for first = 1, #changes, 2 * CHUNK do

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from adaptersync.router import attempts
-from adaptersync.router.server import Request
+from adaptersync.router.request import Request
 from support.router_fleet import V1, V2, Answer, Fleet
 from support.upstreams import Upstream
 from support.wait import wait_until

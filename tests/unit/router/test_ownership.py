@@ -138,8 +138,8 @@ def test_script_and_policy_agree(
         if ends:
             books.release(expected.replica, weight)
             cache.eval(release.source, 1, KEYS.inflight, "left", expected.replica, weight)
-    kept = {name: f"{block.child}:{','.join(block.owners)}" for name, block in books.blocks.items()}
-    assert cache.hgetall(KEYS.owned(VERSION)) == kept
+    noted = {name: f"{block.child}:{','.join(block.owners)}" for name, block in books.blocks.items()}
+    assert cache.hgetall(KEYS.owned(VERSION)) == noted
     assert totals(cache) == {name: count for name, count in books.inflight.items() if count}
     assert_same_promises(cache, books)
 

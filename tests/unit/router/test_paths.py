@@ -10,8 +10,9 @@ import pytest
 
 from adaptersync.router.answers import refusal
 from adaptersync.router.paths import ENGINE_CALLS, Paths
+from adaptersync.router.request import Reply, Request
 from adaptersync.router.resolve import RETRY_S
-from adaptersync.router.server import Limits, Reply, Request, Server
+from adaptersync.router.server import Limits, Server
 from adaptersync_core.errors import Unroutable
 from support.raw_client import LIMITS, Client, Got
 

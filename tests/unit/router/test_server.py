@@ -385,8 +385,6 @@ async def test_who_only_collects_refusals_does_not_hold_more_and_more_connection
         CHUNKED + b"5\r\nhello, world\r\n0\r\n\r\n",
         CHUNKED + b"fffffffffffffffff\r\n",
         CHUNKED + b"0\r\ncontent-length: 3\r\n\r\n",
-        b"GET /x HTTP/1.1\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: a\r\n\r\n",
-        b"GET /x HTTP/1.1\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
         b"CONNECT host:80 HTTP/1.1\r\nhost: host:80\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     ],
@@ -439,3 +437,29 @@ async def test_nothing_is_served_after_a_request_that_was_to_be_the_last() -> No
         assert (await client.answer()).target == "/1"
         assert await client.ended() == b""
         assert len(place.served.seen) == 1
+
+
+@on_both_loops
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_an_offer_of_another_protocol_is_not_taken_up(at_once: bool) -> None:
+    """Java's client offers HTTP/2 with its first request, and goes on as before when nobody takes it up."""
+    offer = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: a\r\n"
+    requests = [
+        b"POST /x HTTP/1.1\r\n" + offer + b"content-length: 5\r\n\r\nhello",
+        b"GET /y HTTP/1.1\r\n" + offer + b"\r\n",
+        b"POST /z HTTP/1.1\r\ncontent-length: 2\r\n\r\nok",
+    ]
+    async with listening() as place:
+        place.served.gate.set()
+        client = await place.client()
+        if at_once:
+            client.say(b"".join(requests))
+        seen = []
+        for request in requests:
+            if not at_once:
+                client.say(request)
+            answer = await client.answer()
+            assert answer.status == 200
+            echoed = orjson.loads(answer.body)
+            seen.append((echoed["target"], echoed["body"]))
+    assert seen == [("/x", "hello"), ("/y", ""), ("/z", "ok")]

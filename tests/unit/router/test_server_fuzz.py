@@ -17,7 +17,8 @@ from typing import Any, cast
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from adaptersync.router.server import Limits, Refused, Reply, Request, Server, _Connection
+from adaptersync.router.request import Refused, Reply, Request
+from adaptersync.router.server import Limits, Server, _Connection
 
 LIMITS = Limits(head_bytes=2000, body_bytes=300, arriving_bytes=500, connections=10)
 TICKS = 20  # of the loop, in which everything must have come to its end

@@ -319,6 +319,37 @@ def policy(as_json: bool, requests: int, rounds: int, spill: int) -> int:
 @bench.command()
 @json_option
 @click.option(
+    "--blocks",
+    type=click.IntRange(1000, 100_000_000),
+    default=10_000_000,
+    show_default=True,
+    help="In the tables beside which it is measured; about 100 bytes each.",
+)
+@click.option("--prompts", type=click.IntRange(1, 10_000), default=40, show_default=True, help="Of each kind.")
+@keep_option
+def choice(as_json: bool, blocks: int, prompts: int, keep: Path | None) -> int:
+    """Measure what one choice of a replica costs.
+
+    The cache server's time for the script that decides, by its own slow log: for prompts of 128 to 32k tokens, 2 to 256
+    replicas, prompts that are new and that come again, and beside millions of blocks. Then the router's time for
+    reading a prompt and hashing its blocks.
+
+    \b
+    Examples:
+      adaptersync bench choice                        # about a minute, 1 GB of memory
+      adaptersync bench choice --blocks 1000000 --json | jq .figures
+    """
+    from adaptersync_tools.bench import choice as measured
+
+    settings = measured.Settings(blocks=blocks, prompts=prompts)
+    with workplace(keep) as (directory, narrator):
+        result = measured.run(settings, directory, narrator)
+    return show(result, as_json=as_json)
+
+
+@bench.command()
+@json_option
+@click.option(
     "--case",
     "cases",
     multiple=True,

@@ -260,7 +260,9 @@ class Proxy:
                         await self._ownership.note(target.model, chains[1:], choice)
                     call.routed(choice, hashes, tokens, size, time.monotonic() - now)
                     if call.row.session and self._sessions is not None:
-                        self._sessions.keep(call.row.session, kept, Kept(target.model, choice.replica))
+                        # a turn that finds out whether a replica is back does not take its session along
+                        home = kept.replica if trial and kept.replica else choice.replica
+                        self._sessions.keep(call.row.session, kept, Kept(target.model, home))
                     self._metrics.count("routed", choice.outcome, choice.replica)
                     return await self._send(request, call, target, choice.replica, body, sent, last=last, wait_s=wait_s)
                 except _Elsewhere as error:

@@ -234,7 +234,7 @@ class Proxy:
                 call.explanation.left_out = self._left_out(target.model, (*candidates, *tried), now)
                 call.explanation.blocks = len(hashes)
             if not candidates:
-                if tried or not self._outages.lacking.anywhere(target.model):
+                if tried or not self._outages.lacking.any(self._view.ready, target.model):
                     break
                 deadline = deadline or now + self._settings.hold_s
                 reason = "version is not loaded by any replica that should hold it"

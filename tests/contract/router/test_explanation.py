@@ -89,8 +89,8 @@ async def test_who_was_left_out_and_who_was_asked_before(fleet: Fleet) -> None:
         assert (moved["replica"], moved["before"]) == (other, [f"{home} missing_version"])
         assert told(await ask(fleet, V1, PROMPT))["left_out"] == {home: "missing version"}
         members = {home: {"state": "ejected", "reason": "engine is gone"}, other: {"state": "draining"}}
-        await fleet.table({V1: "current"}, members=members)
-        refused = await ask(fleet, V1, PROMPT)
+        await fleet.table({V2: "current"}, members=members)
+        refused = await ask(fleet, V2, PROMPT)
         assert refused.status == 503
         assert told(refused)["left_out"] == {home: "ejected: engine is gone", other: "draining: "}
 

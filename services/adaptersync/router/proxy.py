@@ -25,6 +25,7 @@ from adaptersync.router.call import Call
 from adaptersync.router.chains import NONE, Chains, Memory
 from adaptersync.router.connection import Answer, ConnectFailed, ReplicaError, TimedOut, Unsendable
 from adaptersync.router.connections import Connections
+from adaptersync.router.course import Course, Elsewhere, Leg
 from adaptersync.router.explanation import Explanation, why
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
@@ -42,27 +43,12 @@ from adaptersync_core.config import RouterSection
 from adaptersync_core.errors import Unroutable
 from adaptersync_core.rollouts import LABEL, OPEN
 
-ATTEMPTS = 3  # replicas asked for one request
 WHOLE_BYTES = 256 << 10  # answers up to this size, where known, are read before the first byte is passed on
 FAILED = frozenset({500, 502, 503, 504})  # statuses another replica may do better than
-ASKED_ANEW = frozenset({"unreachable", "cut"})  # connections that failed say little of a replica
-FATAL = frozenset({"cut", "silent"})  # the request may be what ended the engine: one more, and no third
 CLIENT_GONE = 499
 CHAT = "/v1/chat/completions"
 
 _GATE = headers.GATE.encode()
-
-
-class _Elsewhere(Exception):
-    """This replica did not do; nothing has reached the client yet. `kind` is a word for the metrics.
-
-    `wait_s` is how long it asked to be left alone.
-    """
-
-    def __init__(self, kind: str, reason: str, *, wait_s: float = 0.0) -> None:
-        super().__init__(reason)
-        self.kind = kind
-        self.wait_s = wait_s
 
 
 class Proxy:
@@ -212,90 +198,73 @@ class Proxy:
         self, request: Request, call: Call, target: Target, body: bytes, chains: Chains, kept: Kept
     ) -> Reply | None:
         """Try replicas until one answers, or nobody is left."""
-        hashes = chains.first
         sent = request_headers(request, call.row.request_id.encode())
-        turn = int(hashes[-1][:7], 16) if hashes else self._count
+        course = Course(self._view, self._outages, target.model, hold_s=self._settings.hold_s)
         call.row.alike = chains.alike
-        tried: set[str] = set()
-        failure: _Elsewhere | None = None
-        left, wait_s, deadline = ATTEMPTS, 0.0, 0.0
-        while left:
+        while True:
             now = time.monotonic()
-            candidates, trial = self._candidates(target.model, tried, failure, now)
+            leg = course.next(now)
             if call.explanation is not None:
-                call.explanation.left_out = self._left_out(target.model, (*candidates, *tried), now)
-                call.explanation.blocks = len(hashes)
-            if not candidates:
-                if tried or not self._outages.lacking.any(self._view.ready, target.model):
-                    break
-                deadline = deadline or now + self._settings.hold_s
+                asked = (*leg.candidates, *course.tried) if leg else course.tried
+                call.explanation.left_out = self._left_out(target.model, asked, now)
+                call.explanation.blocks = len(chains.first)
+            if leg is None:
+                if course.failure is not None:
+                    call.row.outcome = "upstream_error"
+                raise course.end()
+            if not leg.candidates:
                 reason = "version is not loaded by any replica that should hold it"
-                await self._admission.wait(call.row.asked, reason, deadline)
+                await self._admission.wait(call.row.asked, reason, leg.deadline)
                 continue
-            left -= 1
-            last = not left or (len(candidates) == 1 and not trial)
             try:
-                choice = await self._ownership.choose(
-                    target.model,
-                    hashes,
-                    candidates,
-                    turn,
-                    chains.weight,
-                    chains.alike,
-                    kept=kept.replica,
-                    explained=call.explained,
-                )
-                if call.explanation is not None:
-                    call.explanation.choice = choice
-                try:
-                    if chains.others:
-                        await self._ownership.note(target.model, chains.others, choice)
-                    call.routed(choice, chains, self._view.block_size, time.monotonic() - now)
-                    if call.row.session and self._sessions is not None:
-                        # a turn that finds out whether a replica is back does not take its session along
-                        home = kept.replica if trial and kept.replica else choice.replica
-                        self._sessions.keep(call.row.session, kept, Kept(target.model, home))
-                    self._metrics.count("routed", choice.outcome, choice.replica)
-                    return await self._send(request, call, target, choice.replica, body, sent, last=last, wait_s=wait_s)
-                except _Elsewhere as error:
-                    failure = error
-                finally:
-                    self._ownership.release(choice)
+                return await self._ask(request, call, target, body, sent, chains, kept, leg, wait_s=course.wait_s)
+            except Elsewhere as failure:
+                course.failed(call.row.replica, failure, now)
+                call.failed(failure.kind)
+                self._metrics.count("retries", failure.kind)
             finally:
-                if trial:
-                    self._outages.tried(candidates[0])
-            call.failed(failure.kind)
-            self._metrics.count("retries", failure.kind)
-            wait_s = max(wait_s, failure.wait_s)
-            if failure.kind == "missing_version":
-                # whoever lacks it is not asked again before its agent has confirmed it: this ends with the deadline
-                deadline = deadline or now + self._settings.hold_s
-                left += now < deadline
-                continue
-            tried.add(choice.replica)
-            if failure.kind in FATAL:
-                left = min(left, 1)
-        if failure is None:
-            raise Unroutable("no replica is ready for this", status=503, retry_after_s=RETRY_S, version=target.model)
-        call.row.outcome = "upstream_error"
-        raise Unroutable(
-            f"no replica could answer: {failure}",
-            status=503,
-            retry_after_s=max(RETRY_S, wait_s),
-            version=target.model,
-        )
+                if leg.trial:
+                    self._outages.tried(leg.candidates[0])
 
-    def _candidates(
-        self, version: str, tried: set[str], failure: _Elsewhere | None, now: float
-    ) -> tuple[Sequence[str], bool]:
-        """Who may be asked now, and whether this is to find out if a replica is back."""
-        outages, ready = self._outages, self._view.ready
-        if outages.circuits and failure is None and (trial := outages.trial(ready, version, now)):
-            return [trial], True
-        candidates = outages.candidates(ready, version, tried, now)
-        if not candidates and failure is not None and failure.kind in ASKED_ANEW:
-            candidates = outages.candidates(ready, version, (), now)
-        return candidates, False
+    async def _ask(
+        self,
+        request: Request,
+        call: Call,
+        target: Target,
+        body: bytes,
+        sent: Sequence[Pair],
+        chains: Chains,
+        kept: Kept,
+        leg: Leg,
+        *,
+        wait_s: float,
+    ) -> Reply | None:
+        """Choose one of the leg's candidates and send it there; Elsewhere."""
+        began, hashes = time.monotonic(), chains.first
+        choice = await self._ownership.choose(
+            target.model,
+            hashes,
+            leg.candidates,
+            int(hashes[-1][:7], 16) if hashes else self._count,
+            chains.weight,
+            chains.alike,
+            kept=kept.replica,
+            explained=call.explained,
+        )
+        try:
+            if call.explanation is not None:
+                call.explanation.choice = choice
+            if chains.others:
+                await self._ownership.note(target.model, chains.others, choice)
+            call.routed(choice, chains, self._view.block_size, time.monotonic() - began)
+            if call.row.session and self._sessions is not None:
+                # a turn that finds out whether a replica is back does not take its session along
+                home = kept.replica if leg.trial and kept.replica else choice.replica
+                self._sessions.keep(call.row.session, kept, Kept(target.model, home))
+            self._metrics.count("routed", choice.outcome, choice.replica)
+            return await self._send(request, call, target, choice.replica, body, sent, last=leg.last, wait_s=wait_s)
+        finally:
+            self._ownership.release(choice)
 
     def _left_out(self, version: str, others: Collection[str], now: float) -> dict[str, str]:
         """Who is neither asked nor was, and why."""
@@ -319,13 +288,13 @@ class Proxy:
         last: bool,
         wait_s: float,
     ) -> Reply | None:
-        """One attempt; _Elsewhere when another replica may do better and the client has received nothing.
+        """One attempt; Elsewhere when another replica may do better and the client has received nothing.
 
         `wait_s` is how long others asked to be left alone.
         """
         member = self._view.table.members.get(replica)
         if member is None or member.state != "ready":
-            raise _Elsewhere("gone", "replica left while it was chosen")
+            raise Elsewhere("gone", "replica left while it was chosen")
         call.row.engine_epoch = member.engine_epoch
         if call.recorded:
             self._record(call)
@@ -347,7 +316,7 @@ class Proxy:
                     self._outages.lacking.found(replica, target.model, member.engine_epoch)
                     self._view.nudge()  # whoever reports does so at once
                     self._metrics.count("missing_version", replica)
-                    raise _Elsewhere("missing_version", "replica does not know the version")
+                    raise Elsewhere("missing_version", "replica does not know the version")
                 if answer.status not in FAILED and answer.status != 429:
                     self._outages.answered(replica)
                     wait_s = 0.0
@@ -366,14 +335,14 @@ class Proxy:
                 call.end("upstream_error", call.row.status, attempt.lost or _said(error))
                 return None
             if attempt.lost:
-                raise _Elsewhere("silent", attempt.lost) from error
+                raise Elsewhere("silent", attempt.lost) from error
             if isinstance(error, TimedOut):
                 call.row.outcome = "upstream_error"
                 raise Unroutable(
                     "replica did not answer in time", status=504, replica=replica, version=target.model
                 ) from error
             kind, what = ("unreachable", "cannot be reached") if away else ("cut", "did not answer to the end")
-            raise _Elsewhere(kind, f"replica {what}: {_said(error)}") from error
+            raise Elsewhere(kind, f"replica {what}: {_said(error)}") from error
 
     def _judge(self, answer: Answer, replica: str, engine_epoch: str, *, last: bool) -> float:
         """What to make of an answer that another replica may do better than; how long it asks to be left alone.
@@ -383,12 +352,12 @@ class Proxy:
         wait_s = retry_after(answer)
         if answer.status == 429 or (answer.status == 503 and wait_s):
             if not last:
-                raise _Elsewhere("full", f"replica is full: {answer.status}", wait_s=wait_s)
+                raise Elsewhere("full", f"replica is full: {answer.status}", wait_s=wait_s)
             return wait_s
         reason = f"replica answered {answer.status}"
         self._outages.failed(replica, engine_epoch, time.monotonic(), reason)
         if not last:
-            raise _Elsewhere(f"status_{answer.status}", reason)
+            raise Elsewhere(f"status_{answer.status}", reason)
         return wait_s
 
     async def _stream(self, request: Request, call: Call, attempt: Attempt, answer: Answer) -> None:

@@ -1,0 +1,104 @@
+"""The way of one request from replica to replica: who may be asked next, and when there is nobody. Knows no network.
+
+A request is sent to `ATTEMPTS` replicas at most, and to no third where it may be what ended or silenced two. While no
+replica holds its version any more, though all should, it waits until one does. What a failure says of a replica is for
+`outages` to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from adaptersync.router.outages import Outages
+from adaptersync.router.resolve import RETRY_S
+from adaptersync.router.table import TableView
+from adaptersync_core.errors import Unroutable
+
+ATTEMPTS = 3  # replicas asked for one request
+ASKED_ANEW = frozenset({"unreachable", "cut"})  # connections that failed say little of a replica
+FATAL = frozenset({"cut", "silent"})  # the request may be what ended the engine: one more, and no third
+
+
+class Elsewhere(Exception):
+    """This replica did not do; nothing has reached the client yet. `kind` is a word for the metrics.
+
+    `wait_s` is how long it asked to be left alone.
+    """
+
+    def __init__(self, kind: str, reason: str, *, wait_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.kind = kind
+        self.wait_s = wait_s
+
+
+class Leg(Struct, frozen=True):
+    """Whom to ask now; without `candidates`, wait until `deadline` for one who may be.
+
+    `trial`: this finds out whether the one candidate is back. `last`: its answer is the client's, whatever it says.
+    """
+
+    candidates: Sequence[str]
+    trial: bool = False
+    last: bool = False
+    deadline: float = 0.0
+
+
+class Course:
+    """`wait_s` is the longest that a replica asked to be left alone; `failure` what the last one did."""
+
+    def __init__(self, view: TableView, outages: Outages, version: str, *, hold_s: float) -> None:
+        self._view = view
+        self._outages = outages
+        self._version = version
+        self._hold_s = hold_s
+        self._left = ATTEMPTS
+        self._deadline = 0.0
+        self._anew = False
+        self.tried: set[str] = set()
+        self.failure: Elsewhere | None = None
+        self.wait_s = 0.0
+
+    def next(self, now: float) -> Leg | None:
+        """None when nobody is left."""
+        outages, ready = self._outages, self._view.ready
+        if not self._left:
+            return None
+        if outages.circuits and self.failure is None and (trial := outages.trial(ready, self._version, now)):
+            self._left -= 1
+            return Leg((trial,), trial=True)
+        candidates = outages.candidates(ready, self._version, self.tried, now)
+        if not candidates and self._anew:
+            candidates = outages.candidates(ready, self._version, (), now)
+        if candidates:
+            self._left -= 1
+            return Leg(candidates, last=not self._left or len(candidates) == 1)
+        if self.tried or not outages.lacking.any(ready, self._version):
+            return None
+        self._deadline = self._deadline or now + self._hold_s
+        return Leg((), deadline=self._deadline)
+
+    def failed(self, replica: str, failure: Elsewhere, now: float) -> None:
+        self.failure = failure
+        self.wait_s = max(self.wait_s, failure.wait_s)
+        self._anew = failure.kind in ASKED_ANEW
+        if failure.kind == "missing_version":
+            # whoever lacks it is not asked again before its agent has confirmed it: this ends with the deadline
+            self._deadline = self._deadline or now + self._hold_s
+            self._left += now < self._deadline
+            return
+        self.tried.add(replica)
+        if failure.kind in FATAL:
+            self._left = min(self._left, 1)
+
+    def end(self) -> Unroutable:
+        """Why nobody is left."""
+        if self.failure is None:
+            return Unroutable("no replica is ready for this", status=503, retry_after_s=RETRY_S, version=self._version)
+        return Unroutable(
+            f"no replica could answer: {self.failure}",
+            status=503,
+            retry_after_s=max(RETRY_S, self.wait_s),
+            version=self._version,
+        )

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from adaptersync.router.policy import HEAD, MANY, Block, Choice, Policy, Standing, boilerplate, choose, owned
 from adaptersync.router.promises import Promises, Repeats
+from adaptersync.router.queues import Queues
 
 OWNERS = 16  # owners remembered of one block; the oldest gives way
 
@@ -26,6 +27,7 @@ class Books:
         self.inflight: Counter[str] = Counter()
         self.promises = Promises()
         self.repeats = Repeats()
+        self.queues = Queues()
 
     def route(
         self,
@@ -35,9 +37,12 @@ class Books:
         weight: int = 1,
         alike: int = 1,
         kept: str = "",
+        *,
+        now_us: int = 0,
+        tokens: int = 0,
     ) -> Choice:
-        """A request of `weight` sequences, `alike` of them of the prompt that `hashes` tell of; its session has
-        `kept`."""
+        """A request of `weight` sequences, `alike` of them of the prompt that `hashes` tell of, in blocks of `tokens`
+        (0: no queue is kept); its session has `kept`."""
         known: list[Block] = []
         for name in hashes:
             if name not in self.blocks:
@@ -46,22 +51,29 @@ class Books:
         common = boilerplate(known, hashes)
         depth = owned(known, common)
         inflight = sum(self.inflight[name] for name in candidates)
-        if self.policy == "promise" and not inflight:
+        if self.policy != "threshold" and not inflight:
             self.promises.quiet(self.repeats)
-        promised = self.promises.by_replica
-        choice = choose(
-            [
-                Standing(replica=name, owned=depth.get(name, 0), inflight=self.inflight[name], promised=promised[name])
-                for name in candidates
-            ],
-            policy=self.policy,
-            spill=self.spill,
-            turn=turn,
-            kept=kept,
-        )
+        deepest = max((depth.get(name, 0) for name in candidates), default=0)
+        standings = []
+        for name in candidates:
+            mine = depth.get(name, 0)
+            standings.append(
+                Standing(
+                    replica=name,
+                    owned=mine,
+                    inflight=self.inflight[name],
+                    promised=self.promises.by_replica[name],
+                    wait_us=self.queues.wait_us(name, now_us) if tokens else 0,
+                    prefill_us=self.queues.takes_us(name, (len(hashes) - common - mine) * tokens),
+                    again_us=self.queues.takes_us(name, (deepest - mine) * tokens),
+                )
+            )
+        choice = choose(standings, policy=self.policy, spill=self.spill, turn=turn, kept=kept)
         self.inflight[choice.replica] += weight
-        if self.policy == "promise":
+        if self.policy != "threshold":
             self.promises.note(hashes, choice, self.repeats, inflight=inflight, alike=alike)
+        (chosen,) = (standing for standing in standings if standing.replica == choice.replica)
+        self.queues.join(chosen.replica, chosen.prefill_us, now_us)
         for place, name in enumerate(hashes):
             before = known[place] if place < len(known) else Block(child="", owners=())
             self.blocks[name] = _seen(before, hashes[place + 1 : place + 2], choice.replica if place >= common else "")

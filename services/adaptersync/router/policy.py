@@ -35,7 +35,6 @@ Policy = Literal["promise", "threshold", "expected"]
 HEAD = 4  # hex digits of a block's hash by which its parent remembers it: 1 in 65,536 branches is seen one prompt later
 MANY = "*"
 STEP_US = 50_000  # an engine's step with a prefill in it: what differs by less is not known to differ
-AGAIN = 2  # so many times as long counts, beside, what is computed again: whoever comes later waits for it as well
 EVEN = 8  # a replica is as busy as the others while it is no more than one in so many ahead of their mean
 
 
@@ -61,7 +60,8 @@ class Standing(Struct, frozen=True, kw_only=True):
 
     @property
     def expected_us(self) -> int:
-        return self.wait_us + self.prefill_us + AGAIN * self.again_us
+        """What is computed again counts twice: whoever comes later waits for it as well, and for nothing new."""
+        return self.wait_us + self.prefill_us + self.again_us
 
 
 class Choice(Struct, frozen=True, kw_only=True):

@@ -252,12 +252,13 @@ class Proxy:
                     prompts.alike,
                     kept=kept.replica,
                     explained=call.explained,
+                    block_size=size,
                 )
                 if call.explanation is not None:
                     call.explanation.choice = choice
                 try:
                     if len(chains) > 1:
-                        await self._ownership.note(target.model, chains[1:], choice)
+                        await self._ownership.note(target.model, chains[1:], choice, block_size=size)
                     call.routed(choice, hashes, tokens, size, time.monotonic() - now)
                     if call.row.session and self._sessions is not None:
                         self._sessions.keep(call.row.session, kept, Kept(target.model, choice.replica))

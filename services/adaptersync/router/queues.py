@@ -2,10 +2,10 @@
 the same books.
 
 Nobody tells when a prefill has ended: most trainers do not stream, so the first byte of an answer is the last one, too.
-Each replica's queue is a moment instead: the one at which, at its measured rate, it will have prefilled all that it was
-sent. That moment passes by itself, so a request that failed, a router that died and an engine that began anew leave
-nothing to be mended. Blocks that the replica owns take no time, and nor do boilerplate ones: those are cached everywhere,
-or will be after one request.
+Each replica's queue is a moment instead: the one at which, at the rate that its agent measured, it will have prefilled
+all that it was sent. That moment passes by itself, so a request that failed, a router that died and an engine that began
+anew leave nothing to be mended. Blocks that the replica owns take no time, nor do boilerplate ones: those are cached
+everywhere, or will be after one request. Of a prompt longer than what is looked up the rest is not counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SECOND_US = 1_000_000
 
 
 class Queues:
-    """Of all versions: an engine prefills one after the other, whoever it is for. Microseconds of the server's clock."""
+    """Of all versions: an engine prefills in the order of arrival, whoever it is for. In microseconds."""
 
     def __init__(self) -> None:
         self.busy_until: dict[str, int] = {}

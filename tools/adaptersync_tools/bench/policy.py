@@ -190,7 +190,9 @@ def simulate(load: Load, policy: Policy, settings: Settings, seed: int) -> Outco
         warm += prompt in seen[chosen]
         seen[chosen].add(prompt)
         largest = max(largest, books.inflight[chosen])
-        heapq.heappush(running, (idle_at[chosen] + load.answer_s * chance.uniform(1 - JITTER, 1 + JITTER), number, chosen, router))
+        heapq.heappush(
+            running, (idle_at[chosen] + load.answer_s * chance.uniform(1 - JITTER, 1 + JITTER), number, chosen, router)
+        )
     percent = 100 / settings.requests
     return Outcome(
         load=load.name,

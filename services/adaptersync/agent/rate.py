@@ -1,9 +1,10 @@
 """How fast one engine prefills, from its own counters, told to the routers by the cache server.
 
-Two measures are both too small, so the larger one counts. What a request's prefill took is too long where several
+Two measures are both too small, so the larger one counts: what a request's prefill took is too long where several
 shared a step, and what was computed in a second of the clock is too little while the engine had time to spare. Each is
-an average over the latest looks, and those at which little was computed say nothing: a step takes its time however short
-a prompt is. An engine that was not busy keeps the rate it had, and so does, until it is measured, one that began anew.
+an average over the latest looks. A look since which little was computed says nothing: a step takes its time, however
+short a prompt is. An engine that was not busy keeps the rate it had, and so does, until it is measured, one that began
+anew.
 """
 
 from __future__ import annotations

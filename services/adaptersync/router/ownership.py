@@ -68,8 +68,8 @@ class Ownership:
     ) -> Choice:
         """One of the candidates (at least one), counted in flight until `release`.
 
-        The request is of `weight` sequences, `alike` of them of the prompt that `hashes` tell of; its session has the
-        replica `kept`. `explained`: with what it was decided from. `block_size`: of what was hashed, so many make a block.
+        The request is of `weight` sequences, `alike` of them of the prompt that `hashes` tell of, in blocks of
+        `block_size`; its session has the replica `kept`. `explained`: with what it was decided from.
         """
         try:
             told = "1" if explained else ""

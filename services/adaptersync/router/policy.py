@@ -8,8 +8,8 @@ others; then, and when nobody owns it, to the one with least to do. A policy say
   to do is what is in flight there and what is promised to it (`promises.py`): a prompt brings the rest of its group.
 - `threshold`: too far is more than `spill` ahead of the least loaded, and what is in flight is all. This is the rule of
   the published Hugging Face proxy, here with its spilled prompts keeping their affinity.
-- `expected`: as `promise`, but of those that are not too far ahead only such as answer soonest are asked (`queues.py`):
-  their prefill is waited for `STEP_US` longer at most than that of the best.
+- `expected`: as `promise`, but of those that are not too far ahead only they count from which the first token is
+  expected soonest, or no later than a step after that.
 
 Load is counted in sequences, what an engine decodes at once: a request for eight completions is eight of them.
 
@@ -46,9 +46,12 @@ class Block(Struct, frozen=True, kw_only=True):
 
 
 class Standing(Struct, frozen=True, kw_only=True):
-    """One candidate: how many blocks beyond the boilerplate it owns, its sequences in flight from all routers, how many
-    more of prompts that went there are expected; and what this one would wait there until its prefill begins, how long that
-    takes, and for how long of it it computes what another candidate has (`queues.py`)."""
+    """One candidate: how many blocks beyond the boilerplate it owns, its sequences in flight from all routers, and how
+    many more of prompts that went there are expected.
+
+    By `queues.py`: how long this one would wait there until its prefill begins, how long that would take, and for how
+    long of it what another candidate owns would be computed.
+    """
 
     replica: str
     owned: int

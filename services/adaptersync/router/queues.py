@@ -1,11 +1,11 @@
-"""How long each replica's prefills will take, from what was sent there and how fast it is. Pure; `scripts/route.lua` keeps
-the same books.
+"""How long each replica's prefills will take, from what was sent there and how fast it is.
 
-Nobody tells when a prefill has ended: most trainers do not stream, so the first byte of an answer is the last one, too.
-Each replica's queue is a moment instead: the one at which, at the rate that its agent measured, it will have prefilled
-all that it was sent. That moment passes by itself, so a request that failed, a router that died and an engine that began
-anew leave nothing to be mended. Blocks that the replica owns take no time, nor do boilerplate ones: those are cached
-everywhere, or will be after one request. Of a prompt longer than what is looked up the rest is not counted.
+Pure; `scripts/route.lua` keeps the same books. Nobody tells when a prefill has ended: most trainers do not stream, so
+the first byte of an answer is the last one, too. Each replica's queue is a moment instead: the one at which, at the
+rate that its agent measured, it will have prefilled all that it was sent. That moment passes by itself, so a request
+that failed, a router that died and an engine that began anew leave nothing to be mended. Blocks that the replica owns
+take no time, nor do boilerplate ones: those are cached everywhere, or will be after one request. Of a prompt longer
+than what is looked up the rest is not counted.
 """
 
 from __future__ import annotations

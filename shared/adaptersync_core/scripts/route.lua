@@ -24,7 +24,7 @@ local FORGET = 64
 local DROPS = 4
 local STEP_US, RATE = 50000, 8000
 
-local ARGV, match, sub = ARGV, string.match, string.sub -- as locals they are found faster
+local ARGV, match, sub, floor = ARGV, string.match, string.sub, math.floor -- as locals they are found faster
 local router, promising, spill, turn = ARGV[1], ARGV[2] ~= 'threshold', tonumber(ARGV[3]), tonumber(ARGV[4])
 local limit = tonumber(ARGV[5])
 local weight, alike, kept = tonumber(ARGV[11]), tonumber(ARGV[12]), ARGV[13]
@@ -80,37 +80,33 @@ for place = 1, count do
     least = inflight
   end
 end
-local most = promising and total + math.max(spill * count, math.floor(total / EVEN)) or (least + spill) * count
+local most = promising and total + math.max(spill * count, floor(total / EVEN)) or (least + spill) * count
 
--- who is not too far ahead, and of these who answers soon
-local near, waits, takes, now = {}, {}, {}, 0
-for place = 1, count do
-  near[place] = counts[place] * count <= most
-end
+-- when each would answer, and no later than when is soon
+local waits, takes, expected, now, soon = {}, {}, {}, 0, nil
 if tokens > 0 then
-  local fields, deepest = {}, 0
+  local fields, deepest, us = {}, 0, tokens * 1000000
   for place = 1, count do
     local replica = ARGV[16 + place]
+    local mine = depth[replica]
     fields[place], fields[count + place] = replica, replica .. '|'
-    deepest = math.max(deepest, depth[replica] or 0)
+    if mine and mine > deepest then
+      deepest = mine
+    end
   end
   local queues, time = redis.call('HMGET', KEYS[5], unpack(fields)), redis.call('TIME')
   now = time[1] * 1000000 + time[2]
-  local soonest, expected = math.huge, {}
   for place = 1, count do
-    local rate, mine = tonumber(queues[count + place] or RATE), depth[fields[place]] or 0
-    waits[place] = math.max(tonumber(queues[place] or 0) - now, 0)
-    takes[place] = math.floor((blocks - common - mine) * tokens * 1000000 / rate)
-    expected[place] = waits[place] + takes[place] + math.floor((deepest - mine) * tokens * 1000000 / rate)
-    if near[place] and expected[place] < soonest then
-      soonest = expected[place]
+    local mine, rate = depth[fields[place]] or 0, queues[count + place] or RATE
+    local wait = queues[place] and queues[place] - now or 0
+    local take, again = (blocks - common - mine) * us / rate, (deepest - mine) * us / rate
+    wait, take = wait > 0 and wait or 0, take - take % 1
+    waits[place], takes[place], expected[place] = wait, take, wait + take + again - again % 1
+    if counts[place] * count <= most and expected[place] < (soon or expected[place] + 1) then
+      soon = expected[place]
     end
   end
-  if ARGV[2] == 'expected' then
-    for place = 1, count do
-      near[place] = near[place] and expected[place] - soonest <= STEP_US
-    end
-  end
+  soon = ARGV[2] == 'expected' and soon + STEP_US
 end
 
 local best, owned = nil, false
@@ -118,7 +114,7 @@ for i = 0, count - 1 do
   local place = (turn + i) % count + 1
   local mine = depth[ARGV[16 + place]] or 0
   owned = owned or mine > 0
-  if mine > 0 and near[place]
+  if mine > 0 and counts[place] * count <= most and not (soon and expected[place] > soon)
     and (not best or mine > best.depth or (mine == best.depth and counts[place] < best.load)) then
     best = {place = place, depth = mine, load = counts[place]}
   end
@@ -144,7 +140,7 @@ if not best then
   for i = 0, count - 1 do
     local place = (turn + i) % count + 1
     local load = counts[place] + tonumber(promised[place] or 0)
-    if near[place] and (not best or load < best.load) then
+    if counts[place] * count <= most and not (soon and expected[place] > soon) and (not best or load < best.load) then
       best = {place = place, load = load}
     end
   end
@@ -198,9 +194,9 @@ end
 local function learn(again)
   local seen = redis.call('HMGET', KEYS[4], 'asked', 'prompts')
   local asked, prompts = (tonumber(seen[1]) or 0) + again + alike, (tonumber(seen[2]) or 0) + 1
-  local more = math.min(math.max(math.floor((2 * asked + prompts) / (2 * prompts)) - alike, 0), MOST)
+  local more = math.min(math.max(floor((2 * asked + prompts) / (2 * prompts)) - alike, 0), MOST)
   if prompts >= FORGET then
-    asked, prompts = math.floor(asked / 2), math.floor(prompts / 2)
+    asked, prompts = floor(asked / 2), floor(prompts / 2)
   end
   redis.call('HSET', KEYS[4], 'asked', asked, 'prompts', prompts)
   redis.call('EXPIRE', KEYS[4], ARGV[9])

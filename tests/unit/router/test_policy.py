@@ -138,7 +138,7 @@ def test_a_prompt_goes_where_its_first_token_is_expected_soonest() -> None:
     assert soonest(queued("busy", 1.0, 0.5), queued("slow", 0, 2.0), queued("r2", 0.5, 0.5)) == "r2"
     for policy in ("promise", "threshold"):
         fleet = [queued("busy", 1.0, 0.5), queued("r1", 0, 0.5)]
-        assert choose(fleet, policy=policy, spill=8, turn=0).replica == "busy"  # type: ignore[arg-type]
+        assert choose(fleet, policy=policy, spill=8, turn=0).replica == "busy"
 
 
 def test_an_owner_is_waited_for_until_twice_the_prefill_is_less() -> None:

@@ -70,6 +70,9 @@ LOADS = (
 )
 
 
+SOONER = {"long prompts": 0.9, "mixed lengths": 0.85, "one slow replica": 0.5}
+
+
 class Settings(Struct, frozen=True, kw_only=True):
     """`requests` of each load, by each policy, with each of `rounds` seeds."""
 
@@ -117,12 +120,16 @@ def run(settings: Settings) -> Result:
         replicas=REPLICAS,
         completions=COMPLETIONS,
         outcomes=outcomes,
-        targets=promised({outcome.load: outcome for outcome in outcomes if outcome.policy == DEFAULT}),
+        targets=promised(_by_load(outcomes, DEFAULT), _by_load(outcomes, "expected")),
     )
 
 
-def promised(found: dict[str, Outcome]) -> tuple[Target, ...]:
-    """Of the policy that routers have when nothing is set."""
+def _by_load(outcomes: tuple[Outcome, ...], policy: Policy) -> dict[str, Outcome]:
+    return {outcome.load: outcome for outcome in outcomes if outcome.policy == policy}
+
+
+def promised(found: dict[str, Outcome], expected: dict[str, Outcome]) -> tuple[Target, ...]:
+    """Of the policy that routers have when nothing is set, and of `expected`, how soon its slow answers begin."""
     one, two, template, away = (
         found[name] for name in ("shuffled", "two routers", "long template", "one replica away")
     )
@@ -135,6 +142,15 @@ def promised(found: dict[str, Outcome]) -> tuple[Target, ...]:
         Target.at_most("one replica away: fewer warm than possible", _lost(away), 1, unit="points"),
         Target.at_most("one replica away: largest in flight", away.largest, 54, unit="requests"),
         Target.at_most("long template: busiest replica", template.busiest_percent, 30, unit="%"),
+        *(
+            Target.at_most(
+                f"{load}: p95 to the first token, expected of {DEFAULT}",
+                expected[load].first_token_p95_s / found[load].first_token_p95_s,
+                bound,
+                unit="of it",
+            )
+            for load, bound in SOONER.items()
+        ),
     )
 
 
@@ -172,7 +188,9 @@ def simulate(load: Load, policy: Policy, settings: Settings, seed: int) -> Outco
             length = load.tokens
             if load.longest:
                 length = round(load.tokens * (load.longest / load.tokens) ** chance.random())
-            tokens = template + _tokens(chance, length - load.template)
+                tokens = [chance.randrange(VOCABULARY)] * length  # as good as any, and soon made
+            else:
+                tokens = template + _tokens(chance, length - load.template)
             prompts[prompt] = length, block_hashes("simulated", tokens, size, length)
         length, hashes = prompts[prompt]
         there = replicas[1:] if load.away and third <= number < 2 * third else replicas
@@ -259,7 +277,15 @@ def show(result: Result, *, as_json: bool) -> int:
         )
         for each in result.outcomes
     ]
-    columns = ("load", "policy", "warm, %>", "possible>", "in flight at one>", "requests at one, %>", "spilled, %>")
+    columns: tuple[str, ...] = (
+        "load",
+        "policy",
+        "warm, %>",
+        "possible>",
+        "in flight at one>",
+        "requests at one, %>",
+        "spilled, %>",
+    )
     columns += ("first token, s>", "p95, s>")
     out.print(table(f"policy  (simulated, {result.replicas} replicas)", columns, rows))
     for target in result.targets:

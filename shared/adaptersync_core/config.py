@@ -153,7 +153,7 @@ class RouterSection(Section, frozen=True, kw_only=True):
     to do, and owners may be `spill` ahead of the mean. `threshold`: to the least loaded, and `spill` ahead of that one.
     `expected`: as `promise`, but where the first token is expected soonest by what agents measure of their engines:
     better for long prompts and for replicas of unequal speed, at the price of more prefills.
-    `adaptersync bench policy` compares them. All routers of a group should have the same."""
+    `adaptersync bench policy` compares them. All routers and agents of a group should have the same."""
     spill: int = 8
     """How many sequences in flight an owner may be ahead; but for `threshold` at least an eighth of the mean. A request
     for several completions, or with several prompts, is so many sequences."""

@@ -71,7 +71,8 @@ async def _stand_beside(config: Config, mount: Reader | None = None) -> None:
                     )
                 )
                 tasks.create_task(agent.observe())
-                tasks.create_task(tell_rate(vllm, ownership, keys, replica=config.agent.name))
+                if config.router.policy == "expected":
+                    tasks.create_task(tell_rate(vllm, ownership, keys, replica=config.agent.name))
                 if follows:
                     tasks.create_task(follower.run())
                 await agent.reconcile()

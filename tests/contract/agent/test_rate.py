@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from adaptersync.agent import rate
 from adaptersync_core.keys import QUEUES_TTL_S
+from adaptersync_core.redis import RedisClient
 from support.agent_bench import bench_on
 from support.engines import simulator
 from support.wait import wait_until
@@ -18,14 +20,18 @@ TOKENS_PER_S = 4000
 
 
 async def test_routers_are_told_the_rate_that_was_measured(
-    redis_url: str, model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, cache_url: str, model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rate, "LOOK_S", 0.3)
     monkeypatch.setattr(rate, "LEAST", 300)
     latency = f'{{"prefill_tokens_per_s": {TOKENS_PER_S}, "decode_tokens_per_s": 50}}'
     with simulator(tmp_path, model_directory, "--latency", latency, guarded=True) as engine:
-        async with bench_on(redis_url, engine, tmp_path) as bench:
-            client, key = bench.registry.client, bench.registry.keys.queues
+        async with (
+            bench_on(redis_url, engine, tmp_path, cache_url=cache_url, policy="expected") as bench,
+            contextlib.AsyncExitStack() as opened,
+        ):
+            client, key = RedisClient(cache_url, name="test"), bench.registry.keys.queues
+            opened.push_async_callback(client.close)
 
             async def told() -> bool:
                 """One long prompt after the other, with time to spare between two, until the agent has seen enough."""

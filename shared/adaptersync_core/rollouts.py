@@ -8,7 +8,7 @@ router died. Knows nothing of how rows come into the stream.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 
 import msgspec
 from msgspec import Struct
@@ -114,13 +114,19 @@ def _concluded(row: Row, voided: Collection[str]) -> Row:
     return replace(row, voided=True) if row.version in voided else row
 
 
+async def pages(registry: Registry) -> AsyncIterator[list[Row | None]]:
+    """The whole ledger as it stands, a page at a time."""
+    after = "-"
+    while page := await registry.client.command("XRANGE", registry.keys.rollouts, after, "+", "COUNT", PAGE):
+        yield [decode(fields) for _, fields in page]
+        after = f"({page[-1][0]}"
+
+
 async def read_rollouts(registry: Registry) -> list[Row]:
     """The whole ledger, joined with what became of the versions since."""
     rows: list[Row | None] = []
-    after = "-"
-    while page := await registry.client.command("XRANGE", registry.keys.rollouts, after, "+", "COUNT", PAGE):
-        rows += [decode(fields) for _, fields in page]
-        after = f"({page[-1][0]}"
+    async for page in pages(registry):
+        rows += page
     served = sorted({row.version for row in rows if row is not None and row.run and row.version})
     voided: set[str] = set()
     for first in range(0, len(served), PAGE):

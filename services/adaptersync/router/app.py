@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from adaptersync.router.admission import Admission
 from adaptersync.router.attempts import Attempts
+from adaptersync.router.chains import Memory
 from adaptersync.router.connections import Connections
 from adaptersync.router.fates import Fates
 from adaptersync.router.ledger import Ledger
@@ -151,7 +152,7 @@ async def _serving(
         settings=settings,
         connections=connections,
         view=view,
-        reader=reader,
+        memory=Memory(reader, blocks=settings.blocks_per_request),
         admission=admission,
         ownership=ownership,
         sessions=sessions,

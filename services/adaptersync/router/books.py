@@ -43,17 +43,27 @@ class Books:
     ) -> Choice:
         """A request of `weight` sequences, `alike` of them of the prompt that `hashes` tell of, in blocks of `tokens`
         (0: no queue is kept); its session has `kept`."""
-        known: list[Block] = []
-        for name in hashes:
-            if name not in self.blocks:
-                break
-            known.append(self.blocks[name])
+        choice = self.decide(hashes, candidates, turn, kept, now_us=now_us, tokens=tokens)
+        self.note(hashes, candidates, choice, weight, alike, now_us=now_us, tokens=tokens)
+        return choice
+
+    def decide(
+        self,
+        hashes: Sequence[str],
+        candidates: Sequence[str],
+        turn: int,
+        kept: str = "",
+        *,
+        now_us: int = 0,
+        tokens: int = 0,
+    ) -> Choice:
+        """The choice alone."""
+        known = self._known(hashes)
         common = boilerplate(known, hashes)
         depth = owned(known, common)
-        inflight = sum(self.inflight[name] for name in candidates)
-        if self.policy != "threshold" and not inflight:
+        if self.policy != "threshold" and not self._busy(candidates):
             self.promises.quiet(self.repeats)
-        deepest = max((depth.get(name, 0) for name in candidates), default=0)
+        deepest = max(depth.get(name, 0) for name in candidates)
         standings = []
         for name in candidates:
             mine = depth.get(name, 0)
@@ -69,18 +79,43 @@ class Books:
                 )
             )
         choice = choose(standings, policy=self.policy, spill=self.spill, turn=turn, kept=kept)
-        self.inflight[choice.replica] += weight
+        return replace(choice, boilerplate=common, known=len(known))
+
+    def note(
+        self,
+        hashes: Sequence[str],
+        candidates: Sequence[str],
+        choice: Choice,
+        weight: int = 1,
+        alike: int = 1,
+        *,
+        now_us: int = 0,
+        tokens: int = 0,
+    ) -> None:
+        """The request goes where `choice` says."""
         if self.policy != "threshold":
-            self.promises.note(hashes, choice, self.repeats, inflight=inflight, alike=alike)
-        (chosen,) = (standing for standing in standings if standing.replica == choice.replica)
-        self.queues.join(chosen.replica, chosen.prefill_us, now_us)
+            self.promises.note(hashes, choice, self.repeats, inflight=self._busy(candidates), alike=alike)
+        self.inflight[choice.replica] += weight
+        known, common = self._known(hashes), choice.boilerplate
+        new = (len(hashes) - common - choice.owned) * tokens
+        self.queues.join(choice.replica, self.queues.takes_us(choice.replica, new), now_us)
         for place, name in enumerate(hashes):
             before = known[place] if place < len(known) else Block(child="", owners=())
             self.blocks[name] = _seen(before, hashes[place + 1 : place + 2], choice.replica if place >= common else "")
-        return replace(choice, boilerplate=common, known=len(known))
 
     def release(self, replica: str, weight: int = 1) -> None:
         self.inflight[replica] -= weight
+
+    def _known(self, hashes: Sequence[str]) -> list[Block]:
+        known: list[Block] = []
+        for name in hashes:
+            if name not in self.blocks:
+                break
+            known.append(self.blocks[name])
+        return known
+
+    def _busy(self, candidates: Sequence[str]) -> int:
+        return sum(self.inflight[name] for name in candidates)
 
 
 def _seen(block: Block, following: Sequence[str], owner: str) -> Block:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from functools import lru_cache
 
+from adaptersync.router.chains import Chains
 from adaptersync.router.explanation import Explanation
 from adaptersync.router.policy import Choice
 from adaptersync.router.request import Pair, Request
@@ -73,14 +73,14 @@ class Call:
         row.run, row.version, row.digest, row.generation = target.run, target.model, target.digest, generation
         row.hold_s = time.monotonic() - self.started
 
-    def routed(self, choice: Choice, hashes: Sequence[str], tokens: int, block_size: int, took_s: float) -> None:
-        """The prompt has these `hashes` and so many `tokens`; none, where that is not known.
+    def routed(self, choice: Choice, chains: Chains, block_size: int, took_s: float) -> None:
+        """By the first of its `chains`, of which two hashes are recorded.
 
-        Two hashes of it are recorded. Another prompt's last block is met at this one's last, or, when this one goes on
-        from it, at the last that was known; anywhere else prompts part, and what they share there is boilerplate. Not
-        met again: a beginning of a longer prompt, and what engines said of their caches.
+        Another prompt's last block is met at this one's last, or, when this one goes on from it, at the last that was
+        known; anywhere else prompts part, and what they share there is boilerplate. Not met again: a beginning of a
+        longer prompt, and what engines said of their caches.
         """
-        row = self.row
+        row, hashes, tokens = self.row, chains.first, chains.tokens
         row.replica, row.routing, row.owned_blocks = choice.replica, choice.outcome, choice.owned
         row.weight, row.blocks, row.boilerplate = choice.weight, len(hashes), choice.boilerplate
         if hashes:

@@ -38,8 +38,8 @@ class Lacking:
     def lacks(self, replica: str, version: str) -> bool:
         return (replica, version) in self.pairs
 
-    def anywhere(self, version: str) -> bool:
-        return any(lacked == version for _, lacked in self.pairs)
+    def any(self, replicas: Iterable[str], version: str) -> bool:
+        return any((replica, version) in self.pairs for replica in replicas)
 
     def replicas(self) -> set[str]:
         return {replica for replica, _ in self.pairs}

@@ -22,6 +22,7 @@ from adaptersync.router.answers import refusal
 from adaptersync.router.asked import Asked, check
 from adaptersync.router.attempts import Attempt, Attempts
 from adaptersync.router.call import Call
+from adaptersync.router.chains import NONE, Chains, Memory
 from adaptersync.router.connection import Answer, ConnectFailed, ReplicaError, TimedOut, Unsendable
 from adaptersync.router.connections import Connections
 from adaptersync.router.explanation import Explanation, why
@@ -29,7 +30,6 @@ from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
 from adaptersync.router.ownership import Ownership
-from adaptersync.router.prompts import Prompts, Reader
 from adaptersync.router.request import ClientGone, Pair, Reply, Request
 from adaptersync.router.resolve import RETRY_S, Target, Wanted, parse
 from adaptersync.router.sessions import NONE as NO_SESSION
@@ -38,7 +38,6 @@ from adaptersync.router.table import TableView
 from adaptersync.router.upstream import answer_headers, request_headers, retry_after, with_retry_after
 from adaptersync.router.usage import TAIL_BYTES
 from adaptersync_core import headers
-from adaptersync_core.blocks import block_hashes
 from adaptersync_core.config import RouterSection
 from adaptersync_core.errors import Unroutable
 from adaptersync_core.rollouts import LABEL, OPEN
@@ -77,7 +76,7 @@ class Proxy:
         settings: RouterSection,
         connections: Connections,
         view: TableView,
-        reader: Reader,
+        memory: Memory,
         admission: Admission,
         ownership: Ownership,
         sessions: Sessions | None,
@@ -90,7 +89,7 @@ class Proxy:
         self._settings = settings
         self._connections = connections
         self._view = view
-        self._reader = reader
+        self._memory = memory
         self._admission = admission
         self._ownership = ownership
         self._sessions = sessions
@@ -181,8 +180,8 @@ class Proxy:
                 if asked.model and asked.model != target.model:
                     body = _rename(body, target.model)
                 # what is not generated leaves nothing in a replica's cache
-                prompts = await self._prompts(asked, chat=request.path == CHAT) if generates else Prompts()
-                return await self._dispatch(request, call, target, body, prompts, kept)
+                chains = await self._chains(target, asked, chat=request.path == CHAT) if generates else NONE
+                return await self._dispatch(request, call, target, body, chains, kept)
             finally:
                 self._at_replicas -= 1
         finally:
@@ -204,26 +203,19 @@ class Proxy:
         except (msgspec.DecodeError, RecursionError) as error:
             raise Unroutable(f"request body is not what it should be: {error}", status=400) from error
 
-    async def _prompts(self, asked: Asked, *, chat: bool) -> Prompts:
-        limit = self._settings.blocks_per_request * self._view.block_size
-        prompts = await self._reader.read(asked, chat=chat, limit=limit)
-        self._metrics.count("prompts", prompts.first.read, prompts.first.reason)
-        return prompts
+    async def _chains(self, target: Target, asked: Asked, *, chat: bool) -> Chains:
+        chains = await self._memory.chains(target.model, asked, chat=chat, block_size=self._view.block_size)
+        self._metrics.count("prompts", chains.read, chains.reason)
+        return chains
 
     async def _dispatch(
-        self, request: Request, call: Call, target: Target, body: bytes, prompts: Prompts, kept: Kept
+        self, request: Request, call: Call, target: Target, body: bytes, chains: Chains, kept: Kept
     ) -> Reply | None:
         """Try replicas until one answers, or nobody is left."""
-        blocks, size = self._settings.blocks_per_request, self._view.block_size
-        chains = [
-            block_hashes(target.model, looked.tokens, size, blocks, by_bytes=looked.read == "bytes")
-            for looked in prompts.looked
-        ]
-        hashes: Sequence[str] = chains[0] if chains else ()
+        hashes = chains.first
         sent = request_headers(request, call.row.request_id.encode())
         turn = int(hashes[-1][:7], 16) if hashes else self._count
-        tokens = len(prompts.first.tokens) if hashes and prompts.first.read != "bytes" else 0
-        call.row.alike = prompts.alike
+        call.row.alike = chains.alike
         tried: set[str] = set()
         failure: _Elsewhere | None = None
         left, wait_s, deadline = ATTEMPTS, 0.0, 0.0
@@ -234,7 +226,7 @@ class Proxy:
                 call.explanation.left_out = self._left_out(target.model, (*candidates, *tried), now)
                 call.explanation.blocks = len(hashes)
             if not candidates:
-                if tried or not self._outages.lacking.anywhere(target.model):
+                if tried or not self._outages.lacking.any(self._view.ready, target.model):
                     break
                 deadline = deadline or now + self._settings.hold_s
                 reason = "version is not loaded by any replica that should hold it"
@@ -248,20 +240,24 @@ class Proxy:
                     hashes,
                     candidates,
                     turn,
-                    prompts.weight,
-                    prompts.alike,
+                    chains.weight,
+                    chains.alike,
                     kept=kept.replica,
                     explained=call.explained,
-                    block_size=size,
+                    block_size=self._view.block_size,
                 )
                 if call.explanation is not None:
                     call.explanation.choice = choice
                 try:
-                    if len(chains) > 1:
-                        await self._ownership.note(target.model, chains[1:], choice, block_size=size)
-                    call.routed(choice, hashes, tokens, size, time.monotonic() - now)
+                    if chains.others:
+                        await self._ownership.note(
+                            target.model, chains.others, choice, block_size=self._view.block_size
+                        )
+                    call.routed(choice, chains, self._view.block_size, time.monotonic() - now)
                     if call.row.session and self._sessions is not None:
-                        self._sessions.keep(call.row.session, kept, Kept(target.model, choice.replica))
+                        # a turn that finds out whether a replica is back does not take its session along
+                        home = kept.replica if trial and kept.replica else choice.replica
+                        self._sessions.keep(call.row.session, kept, Kept(target.model, home))
                     self._metrics.count("routed", choice.outcome, choice.replica)
                     return await self._send(request, call, target, choice.replica, body, sent, last=last, wait_s=wait_s)
                 except _Elsewhere as error:

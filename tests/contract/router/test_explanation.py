@@ -6,6 +6,9 @@ import asyncio
 import json
 from typing import Any
 
+import pytest
+
+from adaptersync.router import outages
 from adaptersync.router.explanation import MOST, Explanation
 from adaptersync.router.policy import Choice, Standing
 from adaptersync_core.rollouts import Row
@@ -86,8 +89,8 @@ async def test_who_was_left_out_and_who_was_asked_before(fleet: Fleet) -> None:
         assert (moved["replica"], moved["before"]) == (other, [f"{home} missing_version"])
         assert told(await ask(fleet, V1, PROMPT))["left_out"] == {home: "missing version"}
         members = {home: {"state": "ejected", "reason": "engine is gone"}, other: {"state": "draining"}}
-        await fleet.table({V1: "current"}, members=members)
-        refused = await ask(fleet, V1, PROMPT)
+        await fleet.table({V2: "current"}, members=members)
+        refused = await ask(fleet, V2, PROMPT)
         assert refused.status == 503
         assert told(refused)["left_out"] == {home: "ejected: engine is gone", other: "draining: "}
 
@@ -110,6 +113,30 @@ async def test_by_expected_it_is_told_how_soon_each_would_answer_and_who_is_soon
         text = told(await ask(fleet, V1, "some words " * 40))  # type: ignore[arg-type]
         assert text["candidates"][slow]["prefill_s"] == text["blocks"] * 4 / 100  # tokens are about four bytes
         assert await fleet.cache.command("TTL", fleet.keys.queues) > 0
+
+
+async def test_whose_circuit_is_open_and_who_finds_out_if_it_is_back(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outages, "SHORTEST_S", 1.0)
+    await fleet.table({V1: "current"})
+    async with fleet.router():
+        home = told(await ask(fleet, V1, PROMPT))["replica"]
+        (other,) = set(fleet.replicas) - {home}
+        fleet.replicas[home].fail = [500] * 3
+        for number in range(100):
+            if fleet.replicas[home].fail:
+                assert (await fleet.complete(V1, [number] * 64)).status == 200
+        out = told(await ask(fleet, V1, PROMPT))
+        assert (out["replica"], out["left_out"]) == (other, {home: "circuit open"})
+        await wait_until(lambda: _half_open(fleet, home))
+        back = told(await ask(fleet, V1, PROMPT))
+        assert (back["replica"], back["left_out"]) == (home, {other: "another is tried"})
+        assert told(await ask(fleet, V1, PROMPT))["left_out"] == {}
+
+
+async def _half_open(fleet: Fleet, replica: str) -> bool:
+    return bool((await fleet.get("/health")).json["replicas"][replica]["circuit"] == "half open")
 
 
 def test_a_line_is_bounded_and_plain_whatever_it_tells() -> None:

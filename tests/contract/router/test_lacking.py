@@ -101,5 +101,18 @@ async def test_a_life_of_after_has_what_it_is_ready_with(fleet: Fleet) -> None:
         await wait_until(lambda: _told(fleet, {"replica-1": [V1]}))
 
 
+async def test_nobody_waits_for_a_replica_that_has_left(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.holds = set()
+    async with fleet.router():
+        asking = asyncio.create_task(fleet.complete(V1, LONG))
+        await wait_until(lambda: _held(fleet, 1))
+        await fleet.table({V1: "current"}, members={name: {"state": "draining"} for name in fleet.replicas})
+        answer = await asyncio.wait_for(asking, 5)
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+        assert (await asyncio.wait_for(fleet.complete(V1, LONG), 5)).status == 503
+
+
 async def _held(fleet: Fleet, count: int) -> bool:
     return bool((await fleet.get("/health")).json["held"] == count)

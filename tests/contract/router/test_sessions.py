@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from adaptersync.router import outages
 from adaptersync.router.resolve import Wanted
 from adaptersync.router.sessions import OWN, Kept, Sessions, session_name, still
 from adaptersync_core.keys import Keys
@@ -109,6 +110,29 @@ async def test_a_session_whose_replica_lacks_the_version_moves_with_the_answer(f
         assert served(await turn(fleet, "a", number=2)) == (V1, other)
         fleet.replicas[home].holds = None
         assert served(await turn(fleet, "a", number=3)) == (V1, other)
+
+
+async def test_a_turn_that_finds_out_whether_a_replica_is_back_does_not_take_its_session_along(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outages, "SHORTEST_S", 0.1)
+    await fleet.table({V1: "current"})
+    async with fleet.router():
+        _, home = served(await turn(fleet, "a"))
+        (other,) = set(fleet.replicas) - {home}
+        sick = fleet.replicas[other]
+        sick.fail = [500] * 3
+        for number in range(100):
+            if sick.fail:  # by prompts that nobody has had
+                assert (await fleet.complete(V1, [number] * 64)).status == 200
+        assert not sick.fail
+
+        async def half_open() -> bool:
+            return bool((await fleet.get("/health")).json["replicas"][other]["circuit"] == "half open")
+
+        await wait_until(half_open)
+        assert served(await turn(fleet, "a", number=2)) == (V1, other)
+        assert served(await turn(fleet, "a", number=3)) == (V1, home)
 
 
 async def test_without_the_cache_a_router_goes_by_what_it_knows(servers: Servers, own_fleet: Fleet) -> None:

@@ -44,7 +44,8 @@ def test_a_report_names_versions_by_replica_and_only_so_many() -> None:
         for version in (V2, V1):
             lacking.found(name, version, "life")
     assert lacking.report() == {"r0": [V1, V2], "r1": [V1, V2]}
-    assert lacking.anywhere(V2)
+    assert lacking.any(["r2", "r1"], V2)
+    assert not lacking.any(["r2"], V2)
     for seq in range(TOLD):
         lacking.found("r2", version_name(10 + seq), "life")
     assert sum(map(len, lacking.report().values())) == TOLD

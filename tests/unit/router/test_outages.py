@@ -143,3 +143,15 @@ def test_who_lacks_a_version_is_not_asked_for_it_and_only_for_it() -> None:
     assert outages.trial(READY, V1, 20.0) == ""  # it lacks the version: nobody tries it with that
     outages.renew(make_table({V2: "current"}, URLS))
     assert not outages.lacking.pairs
+
+
+def test_it_says_why_one_was_not_asked() -> None:
+    outages = made()
+    outages.renew(make_table({V1: "current"}, URLS, members=silent("r2")))
+    away(outages, "r0", 10.0)
+    assert [outages.left_out(name, V1, 10.1) for name in ("r0", "r2")] == ["circuit open", "silent"]
+    assert outages.trial(READY, V1, 11.0) == "r0"
+    assert outages.left_out("r1", V1, 11.0) == "another is tried"
+    assert outages.left_out("r0", V1, 11.0) == "circuit half open"  # of the next request
+    outages.lacking.found("r0", V1, LIFE)
+    assert outages.left_out("r0", V1, 11.0) == "missing version"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import click
 
-from adaptersync_tools.cli import bench, changing, local, reading, services
+from adaptersync_tools.cli import bench, changing, local, reading, route, services
 from adaptersync_tools.cli.common import run_command
 
 
@@ -32,7 +32,14 @@ def adaptersync() -> None:
     """
 
 
-for command in (*local.COMMANDS, *reading.COMMANDS, *changing.COMMANDS, *services.COMMANDS, *bench.COMMANDS):
+for command in (
+    *local.COMMANDS,
+    *reading.COMMANDS,
+    *route.COMMANDS,
+    *changing.COMMANDS,
+    *services.COMMANDS,
+    *bench.COMMANDS,
+):
     adaptersync.add_command(command)
 
 

@@ -148,13 +148,15 @@ class RouterSection(Section, frozen=True, kw_only=True):
     makes of them, so that they meet the same prompt in token ids and what engines tell of their caches. Needs the extra
     `tokenize`, and a vLLM that is given no chat template of its own; a router that cannot load it does not start.
     Empty: by their bytes, which keeps equal beginnings together as well."""
-    policy: Literal["promise", "threshold"] = "promise"
+    policy: Literal["promise", "threshold", "expected"] = "promise"
     """How a replica is chosen. `promise`: a new prompt goes to where, with the groups that are expected, there is least
     to do, and owners may be `spill` ahead of the mean. `threshold`: to the least loaded, and `spill` ahead of that one.
-    `adaptersync bench policy` compares them. All routers of a group should have the same."""
+    `expected`: as `promise`, but where the first token is expected soonest by what agents measure of their engines:
+    better for long prompts and for replicas of unequal speed, at the price of more prefills.
+    `adaptersync bench policy` compares them. All routers and agents of a group should have the same."""
     spill: int = 8
-    """How many sequences in flight an owner may be ahead; by `promise` at least an eighth of the mean. A request for
-    several completions, or with several prompts, is so many sequences."""
+    """How many sequences in flight an owner may be ahead; but for `threshold` at least an eighth of the mean. A request
+    for several completions, or with several prompts, is so many sequences."""
     session_s: float = SESSION_TTL_S
     """How long after its last turn a session, named in x-session-id, keeps its version and its replica. Each takes some
     300 bytes of the cache server so long; past its bound that forgets those that were silent longest. 0: none do."""

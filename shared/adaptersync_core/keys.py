@@ -37,6 +37,7 @@ OWNERSHIP_TTL_S = 6 * 3600  # ownership of a version of which no new prompt came
 LANE_TTL_S = 600  # bytes in the fast lane; long enough for the slowest replica, short enough to leave no heap
 INFLIGHT_TTL_S = 60  # in-flight counts when no router is left
 PROMISES_TTL_S = 600  # what is expected of a version of which no new prompt came
+QUEUES_TTL_S = 3600  # from the first field on, not from the last: so replicas that are gone go, and others come again
 REPEATS_TTL_S = 86400  # how often a run's prompts are asked for, when it stands still
 SESSION_TTL_S = 3600  # where a conversation is, after its last turn; router.session_s
 
@@ -125,6 +126,14 @@ SPECS = (
         ttl_s=INFLIGHT_TTL_S,
     ),
     KeySpec(
+        pattern="queues",
+        type="hash",
+        server="cache",
+        writer="router, agent",
+        bound="2 fields for each replica of an hour",
+        ttl_s=QUEUES_TTL_S,
+    ),
+    KeySpec(
         pattern="promises:{version}",
         type="hash",
         server="cache",
@@ -167,6 +176,7 @@ class Keys:
         self.replicas = self._head + "replicas"
         self.routers = self._head + "routers"
         self.inflight = self._head + "inflight"
+        self.queues = self._head + "queues"
 
     def run(self, run: str) -> str:
         return f"{self._head}run:{run}"

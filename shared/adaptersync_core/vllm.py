@@ -21,6 +21,12 @@ from adaptersync_core.errors import EngineRefused, EngineUnavailable
 
 _METRIC = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_COMPUTED = "vllm:prompt_tokens_by_source_total"
+_PREFILLS = (
+    "vllm:request_prefill_kv_computed_tokens_count",
+    "vllm:request_prefill_kv_computed_tokens_sum",
+    "vllm:request_prefill_time_seconds_sum",
+)
 TOKEN_HEADER = "x-adaptersync-token"  # noqa: S105 - the name of a header
 WORKER_EXTENSION = "adaptersync.engine.audit.Auditor"
 ANSWER_LIMIT = 16 << 20  # bytes of one control answer
@@ -94,6 +100,17 @@ def together(parts: Sequence[Audit]) -> Audit:
         unused=parts[0].unused,
         unused_modules=parts[0].unused_modules,
     )
+
+
+class Prefills(Struct, frozen=True, kw_only=True):
+    """What a server has prefilled since it began, over all its ranks: `computed` tokens up to now, and of the requests
+    that have ended how many they are, how many tokens were computed for them, and how long their prefills took."""
+
+    ranks: int
+    computed: float
+    requests: float
+    tokens: float
+    seconds: float
 
 
 class _LoraConfig(Struct, frozen=True, kw_only=True):
@@ -284,6 +301,18 @@ class VllmClient:
             return [(m["name"], dict(_LABEL.findall(m["labels"] or "")), float(m["value"])) for m in found]
         except ValueError as error:
             raise EngineRefused(f"metrics cannot be read: {error}", status=200, engine=self.url) from error
+
+    async def prefills(self) -> Prefills | None:
+        """None when the server does not count them."""
+        found: dict[str, list[float]] = {}
+        for name, labels, value in await self.metrics():
+            if name in _PREFILLS or (name == _COMPUTED and labels.get("source") == "local_compute"):
+                found.setdefault(name, []).append(value)
+        if len(found) <= len(_PREFILLS):
+            return None
+        computed, requests, tokens, seconds = (sum(found[name]) for name in (_COMPUTED, *_PREFILLS))
+        ranks = len(found[_COMPUTED])
+        return Prefills(ranks=ranks, computed=computed, requests=requests, tokens=tokens, seconds=seconds)
 
     async def kv_event_sources(self) -> dict[int, KvSource]:
         """By rank, where the server publishes what its cache holds; empty when it does not."""

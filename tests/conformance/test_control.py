@@ -91,6 +91,9 @@ def test_metrics_have_their_names(engine: Engine) -> None:
         "vllm:prompt_tokens_total",
         "vllm:prompt_tokens_cached_total",
         "vllm:generation_tokens_total",
+        "vllm:request_prefill_time_seconds_sum",
+        "vllm:request_prefill_kv_computed_tokens_count",
+        "vllm:request_prefill_kv_computed_tokens_sum",
     ):
         assert name + labels in series
     for reason in ("capacity", "deferred"):
@@ -115,6 +118,11 @@ def test_metrics_count_tokens(engine: Engine, prompt: Prompt) -> None:
             "generation_tokens": 12,
         }.items()
     }
+    labels = f'{{engine="0",model_name="{MODEL}"}}'
+    for name, each in (("count", 4), ("sum", 152)):
+        names[f"vllm:request_prefill_kv_computed_tokens_{name}{labels}"] = each
+    for source, each in (("local_compute", 152), ("local_cache_hit", 128)):
+        names[f'vllm:prompt_tokens_by_source_total{labels[:-1]},source="{source}"}}'] = each
     names[f'vllm:request_success_total{{engine="0",finished_reason="length",model_name="{MODEL}"}}'] = 4
     before = _metrics(engine)
     for _ in range(3):
@@ -126,6 +134,8 @@ def test_metrics_count_tokens(engine: Engine, prompt: Prompt) -> None:
         return {name: after[name] - before[name] for name in names}
 
     wait_until_sync(lambda: grown() == names, what=f"{names}, at last {grown()}")
+    took = f"vllm:request_prefill_time_seconds_sum{labels}"
+    assert _metrics(engine)[took] >= before[took]
 
 
 def test_the_server_describes_itself(engine: Engine) -> None:

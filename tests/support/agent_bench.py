@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from adaptersync.agent import app
-from adaptersync_core.config import AgentSection, Config, GroupSection, ProofSection, RedisSection, StoreSection
+from adaptersync.router.policy import Policy
+from adaptersync_core.config import (
+    AgentSection,
+    Config,
+    GroupSection,
+    ProofSection,
+    RedisSection,
+    RouterSection,
+    StoreSection,
+)
 from adaptersync_core.errors import ControlUnavailable
 from adaptersync_core.keys import Keys
 from adaptersync_core.manifest import Manifest
@@ -118,12 +127,14 @@ async def bench_on(
     proof: ProofSection | None = None,
     keep_s: float = 0.05,
     cache_url: str = "",
+    policy: Policy = "promise",
 ) -> AsyncIterator[Bench]:
     """An agent beside `engine`, with its files below `directory`; it is stopped at the end."""
     (directory / "store").mkdir(exist_ok=True)
     config = Config(
         group=GroupSection(name="group"),
         redis=RedisSection(control_url=redis_url, cache_url=cache_url),
+        router=RouterSection(policy=policy),
         proof=proof or ProofSection(),
         store=StoreSection(path=str(directory / "store")),
         agent=AgentSection(

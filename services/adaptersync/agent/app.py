@@ -12,6 +12,7 @@ from pathlib import Path
 from adaptersync.agent.engine import Engine
 from adaptersync.agent.kv_follow import Follower
 from adaptersync.agent.prove import Prover
+from adaptersync.agent.rate import tell_rate
 from adaptersync.agent.reconcile import plan
 from adaptersync.agent.staging import Staging
 from adaptersync.agent.token import new_token
@@ -70,6 +71,8 @@ async def _stand_beside(config: Config, mount: Reader | None = None) -> None:
                     )
                 )
                 tasks.create_task(agent.observe())
+                if config.router.policy == "expected":
+                    tasks.create_task(tell_rate(vllm, ownership, keys, replica=config.agent.name))
                 if follows:
                     tasks.create_task(follower.run())
                 await agent.reconcile()

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from adaptersync.router.policy import HEAD, MANY, Block, Choice, Policy, Standing, boilerplate, choose, owned
 from adaptersync.router.promises import Promises, Repeats
+from adaptersync.router.queues import Queues
 
 OWNERS = 16  # owners remembered of one block; the oldest gives way
 
@@ -26,6 +27,7 @@ class Books:
         self.inflight: Counter[str] = Counter()
         self.promises = Promises()
         self.repeats = Repeats()
+        self.queues = Queues()
 
     def route(
         self,
@@ -35,41 +37,68 @@ class Books:
         weight: int = 1,
         alike: int = 1,
         kept: str = "",
+        *,
+        now_us: int = 0,
+        tokens: int = 0,
     ) -> Choice:
-        """A request of `weight` sequences, `alike` of them of the prompt that `hashes` tell of; its session has
-        `kept`."""
-        choice = self.decide(hashes, candidates, turn, kept)
-        self.note(hashes, candidates, choice, weight, alike)
+        """A request of `weight` sequences, `alike` of them of the prompt that `hashes` tell of, in blocks of `tokens`
+        (0: no queue is kept); its session has `kept`."""
+        choice = self.decide(hashes, candidates, turn, kept, now_us=now_us, tokens=tokens)
+        self.note(hashes, candidates, choice, weight, alike, now_us=now_us, tokens=tokens)
         return choice
 
-    def decide(self, hashes: Sequence[str], candidates: Sequence[str], turn: int, kept: str = "") -> Choice:
+    def decide(
+        self,
+        hashes: Sequence[str],
+        candidates: Sequence[str],
+        turn: int,
+        kept: str = "",
+        *,
+        now_us: int = 0,
+        tokens: int = 0,
+    ) -> Choice:
         """The choice alone."""
         known = self._known(hashes)
         common = boilerplate(known, hashes)
         depth = owned(known, common)
-        if self.policy == "promise" and not self._busy(candidates):
+        if self.policy != "threshold" and not self._busy(candidates):
             self.promises.quiet(self.repeats)
-        promised = self.promises.by_replica
-        choice = choose(
-            [
-                Standing(replica=name, owned=depth.get(name, 0), inflight=self.inflight[name], promised=promised[name])
-                for name in candidates
-            ],
-            policy=self.policy,
-            spill=self.spill,
-            turn=turn,
-            kept=kept,
-        )
+        deepest = max(depth.get(name, 0) for name in candidates)
+        standings = []
+        for name in candidates:
+            mine = depth.get(name, 0)
+            standings.append(
+                Standing(
+                    replica=name,
+                    owned=mine,
+                    inflight=self.inflight[name],
+                    promised=self.promises.by_replica[name],
+                    wait_us=self.queues.wait_us(name, now_us) if tokens else 0,
+                    prefill_us=self.queues.takes_us(name, (len(hashes) - common - mine) * tokens),
+                    again_us=self.queues.takes_us(name, (deepest - mine) * tokens),
+                )
+            )
+        choice = choose(standings, policy=self.policy, spill=self.spill, turn=turn, kept=kept)
         return replace(choice, boilerplate=common, known=len(known))
 
     def note(
-        self, hashes: Sequence[str], candidates: Sequence[str], choice: Choice, weight: int = 1, alike: int = 1
+        self,
+        hashes: Sequence[str],
+        candidates: Sequence[str],
+        choice: Choice,
+        weight: int = 1,
+        alike: int = 1,
+        *,
+        now_us: int = 0,
+        tokens: int = 0,
     ) -> None:
         """The request goes where `choice` says."""
-        if self.policy == "promise":
+        if self.policy != "threshold":
             self.promises.note(hashes, choice, self.repeats, inflight=self._busy(candidates), alike=alike)
         self.inflight[choice.replica] += weight
         known, common = self._known(hashes), choice.boilerplate
+        new = (len(hashes) - common - choice.owned) * tokens
+        self.queues.join(choice.replica, self.queues.takes_us(choice.replica, new), now_us)
         for place, name in enumerate(hashes):
             before = known[place] if place < len(known) else Block(child="", owners=())
             self.blocks[name] = _seen(before, hashes[place + 1 : place + 2], choice.replica if place >= common else "")

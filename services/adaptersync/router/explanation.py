@@ -9,7 +9,8 @@ import json
 
 from msgspec import Struct
 
-from adaptersync.router.policy import Choice, Policy
+from adaptersync.router.policy import Choice, Policy, Standing
+from adaptersync.router.queues import SECOND_US
 from adaptersync.router.resolve import parse
 from adaptersync_core.rollouts import Row
 
@@ -38,10 +39,7 @@ class Explanation(Struct, kw_only=True):
         if choice := self.choice:
             told |= {"replica": choice.replica, "routing": choice.outcome, "weight": choice.weight}
             told |= {"blocks": self.blocks, "known": choice.known, "boilerplate": choice.boilerplate}
-            told["candidates"] = {
-                each.replica: {"owned": each.owned, "in_flight": each.inflight, "promised": each.promised}
-                for each in choice.standings[:MOST]
-            }
+            told["candidates"] = {each.replica: self._standing(each) for each in choice.standings[:MOST]}
             if len(choice.standings) > MOST:
                 told["candidates_more"] = len(choice.standings) - MOST
         told["left_out"] = {name: _plain(self.left_out[name]) for name in [*self.left_out][:MOST]}
@@ -50,6 +48,12 @@ class Explanation(Struct, kw_only=True):
         if row.tried:
             told["before"] = row.tried.split(", ")
         return json.dumps(told, separators=(",", ":")).replace("\x7f", "?").encode("ascii")
+
+    def _standing(self, each: Standing) -> dict[str, float]:
+        told: dict[str, float] = {"owned": each.owned, "in_flight": each.inflight, "promised": each.promised}
+        if self.policy == "expected":
+            told |= {"wait_s": each.wait_us / SECOND_US, "prefill_s": each.prefill_us / SECOND_US}
+        return told
 
 
 def _plain(reason: str) -> str:

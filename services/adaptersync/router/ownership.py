@@ -15,16 +15,18 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from adaptersync.router.policy import Choice, Policy, Standing, choose
+from adaptersync_core.blocks import BY_BYTES
 from adaptersync_core.bus import Bell
 from adaptersync_core.errors import ControlError
 from adaptersync_core.identity import is_adapter_id, parse_adapter_id
-from adaptersync_core.keys import INFLIGHT_TTL_S, OWNERSHIP_TTL_S, PROMISES_TTL_S, REPEATS_TTL_S, Keys
+from adaptersync_core.keys import INFLIGHT_TTL_S, OWNERSHIP_TTL_S, PROMISES_TTL_S, QUEUES_TTL_S, REPEATS_TTL_S, Keys
 from adaptersync_core.pipe import Pipe
 from adaptersync_core.scripts import Script
 
 BEAT_S = 1.0  # between two counts of what is in flight
 LEASE_S = 5.0  # a router silent for this long gives its counts back
 GATHER_S = 0.005  # ends of requests that are told together
+TOKEN_BYTES = 4  # of text, about, where prompts are known by their bytes
 
 log = logging.getLogger(__name__)
 
@@ -62,15 +64,17 @@ class Ownership:
         *,
         kept: str = "",
         explained: bool = False,
+        block_size: int = 0,
     ) -> Choice:
         """One of the candidates (at least one), counted in flight until `release`.
 
-        The request is of `weight` sequences, `alike` of them of the prompt that `hashes` tell of; its session has the
-        replica `kept`. `explained`: with what it was decided from.
+        The request is of `weight` sequences, `alike` of them of the prompt that `hashes` tell of, in blocks of
+        `block_size`; its session has the replica `kept`. `explained`: with what it was decided from.
         """
         try:
+            told = "1" if explained else ""
             reply = await self._route(
-                version, hashes, candidates, self._policy, turn, weight, alike, kept, "1" if explained else ""
+                version, hashes, candidates, self._policy, turn, weight, alike, kept, told, block_size=block_size
             )
         except ControlError:
             choice = self._alone(candidates, turn, weight, kept, explained=explained)
@@ -87,14 +91,17 @@ class Ownership:
         self.inflight[choice.replica] += weight
         return choice
 
-    async def note(self, version: str, chains: Sequence[Sequence[str]], choice: Choice) -> None:
+    async def note(self, version: str, chains: Sequence[Sequence[str]], choice: Choice, *, block_size: int = 0) -> None:
         """Prompts that share their request with the one that was looked up for `choice` will be cached there, too.
 
         A choice without an alternative, of nothing in flight and by the policy that promises nothing, does just that.
         """
         if choice.outcome == "local":
             return
-        asked = [self._route(version, chain, (choice.replica,), "threshold", 0, 0, 0) for chain in chains if chain]
+        there = (choice.replica,)
+        asked = [
+            self._route(version, chain, there, "threshold", 0, 0, 0, block_size=block_size) for chain in chains if chain
+        ]
         for answer in await asyncio.gather(*asked, return_exceptions=True):
             if isinstance(answer, ControlError):
                 log.debug("not noted, these prompts will be cold once more: %s", answer)
@@ -129,7 +136,7 @@ class Ownership:
         """Free what is kept of versions that this router asked for and that are no longer live."""
         gone = [version for version in self._touches if is_adapter_id(version) and version not in live]
         for version in gone:
-            owned, _, promises, _ = self._touches.pop(version)
+            owned, _, promises, *_ = self._touches.pop(version)
             try:
                 await self._pipe.call("UNLINK", owned, promises)
             except ControlError as error:
@@ -153,7 +160,8 @@ class Ownership:
     def _touched(self, version: str) -> tuple[str, ...]:
         """The keys that a choice for this version touches; remembered, and with them who is to be forgotten."""
         run = parse_adapter_id(version).run if is_adapter_id(version) else version  # the base model is a run of its own
-        keys = (self._keys.owned(version), self._keys.inflight, self._keys.promises(version), self._keys.repeats(run))
+        each = self._keys
+        keys = (each.owned(version), each.inflight, each.promises(version), each.repeats(run), each.queues)
         self._touches[version] = keys
         return keys
 
@@ -168,6 +176,8 @@ class Ownership:
         alike: int,
         kept: str = "",
         explained: str = "",
+        *,
+        block_size: int,
     ) -> Any:
         arguments: tuple[str | int, ...] = (
             self._router,
@@ -179,10 +189,12 @@ class Ownership:
             INFLIGHT_TTL_S,
             PROMISES_TTL_S,
             REPEATS_TTL_S,
+            QUEUES_TTL_S,
             weight,
             alike,
             kept,
             explained,
+            _tokens(hashes, block_size) if self._policy == "expected" else 0,
             len(candidates),
             *candidates,
             *hashes,
@@ -210,6 +222,15 @@ class Ownership:
 def _standings(candidates: Sequence[str], numbers: Sequence[int]) -> tuple[Standing, ...]:
     each = iter(numbers)
     return tuple(
-        Standing(replica=name, owned=owned, inflight=inflight, promised=promised)
-        for name, owned, inflight, promised in zip(candidates, each, each, each, strict=True)
+        Standing(
+            replica=name, owned=owned, inflight=inflight, promised=promised, wait_us=wait_us, prefill_us=prefill_us
+        )
+        for name, owned, inflight, promised, wait_us, prefill_us in zip(
+            candidates, each, each, each, each, each, strict=True
+        )
     )
+
+
+def _tokens(hashes: Sequence[str], block_size: int) -> int:
+    """About how many tokens are in one of these blocks."""
+    return -(-block_size // TOKEN_BYTES) if hashes and hashes[-1].endswith(BY_BYTES) else block_size

@@ -8,6 +8,8 @@ others; then, and when nobody owns it, to the one with least to do. A policy say
   to do is what is in flight there and what is promised to it (`promises.py`): a prompt brings the rest of its group.
 - `threshold`: too far is more than `spill` ahead of the least loaded, and what is in flight is all. This is the rule of
   the published Hugging Face proxy, here with its spilled prompts keeping their affinity.
+- `expected`: as `promise`, but of those that are not too far ahead only they count from which the first token is
+  expected soonest, or no later than a step after that.
 
 Load is counted in sequences, what an engine decodes at once: a request for eight completions is eight of them.
 
@@ -28,10 +30,11 @@ from typing import Literal
 from msgspec import Struct
 
 Outcome = Literal["affinity", "cold", "spill", "session", "local"]
-Policy = Literal["promise", "threshold"]
+Policy = Literal["promise", "threshold", "expected"]
 
 HEAD = 4  # hex digits of a block's hash by which its parent remembers it: 1 in 65,536 branches is seen one prompt later
 MANY = "*"
+STEP_US = 50_000  # an engine's step with a prefill in it: what differs by less is not known to differ
 EVEN = 8  # a replica is as busy as the others while it is no more than one in so many ahead of their mean
 
 
@@ -44,12 +47,24 @@ class Block(Struct, frozen=True, kw_only=True):
 
 class Standing(Struct, frozen=True, kw_only=True):
     """One candidate: how many blocks beyond the boilerplate it owns, its sequences in flight from all routers, and how
-    many more of prompts that went there are expected."""
+    many more of prompts that went there are expected.
+
+    By `queues.py`: how long this one would wait there until its prefill begins, how long that would take, and for how
+    long of it what another candidate owns would be computed.
+    """
 
     replica: str
     owned: int
     inflight: int
     promised: int = 0
+    wait_us: int = 0
+    prefill_us: int = 0
+    again_us: int = 0
+
+    @property
+    def expected_us(self) -> int:
+        """What is computed again counts twice: whoever comes later waits for it as well, and for nothing new."""
+        return self.wait_us + self.prefill_us + self.again_us
 
 
 class Choice(Struct, frozen=True, kw_only=True):
@@ -103,7 +118,7 @@ def choose(standings: Sequence[Standing], *, policy: Policy, spill: int, turn: i
             return Choice(replica=kept, outcome="session", owned=standing.owned)
     shift = turn % len(standings)
     order = [*standings[shift:], *standings[:shift]]
-    if policy == "promise":
+    if policy != "threshold":
         # compared as whole numbers, so that both forms of the rule round alike: not at all
         total = sum(standing.inflight for standing in order)
         most = max(total + spill * len(order), total + total // EVEN)
@@ -111,9 +126,12 @@ def choose(standings: Sequence[Standing], *, policy: Policy, spill: int, turn: i
     else:
         least = min(standing.inflight for standing in order)
         near = [standing for standing in order if standing.inflight - least <= spill]
+    if policy == "expected":
+        soonest = min(standing.expected_us for standing in near)
+        near = [standing for standing in near if standing.expected_us - soonest <= STEP_US]
     if owners := [standing for standing in near if standing.owned > 0]:
         best = max(owners, key=lambda standing: (standing.owned, -standing.inflight))
         return Choice(replica=best.replica, outcome="affinity", owned=best.owned)
-    best = min(near, key=lambda standing: standing.inflight + (standing.promised if policy == "promise" else 0))
+    best = min(near, key=lambda standing: standing.inflight + (standing.promised if policy != "threshold" else 0))
     known = any(standing.owned > 0 for standing in order)
     return Choice(replica=best.replica, outcome="spill" if known else "cold", owned=best.owned)

@@ -250,12 +250,13 @@ class Proxy:
             chains.alike,
             kept=kept.replica,
             explained=call.explained,
+            block_size=self._view.block_size,
         )
         try:
             if call.explanation is not None:
                 call.explanation.choice = choice
             if chains.others:
-                await self._ownership.note(target.model, chains.others, choice)
+                await self._ownership.note(target.model, chains.others, choice, block_size=self._view.block_size)
             call.routed(choice, chains, self._view.block_size, time.monotonic() - began)
             if call.row.session and self._sessions is not None:
                 # a turn that finds out whether a replica is back does not take its session along

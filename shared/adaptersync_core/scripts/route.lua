@@ -1,29 +1,35 @@
 -- Choose a replica for one request, count it in flight there, and note that its prompt will be cached there.
--- The choice is that of adaptersync/router/policy.py, what is promised that of promises.py beside it; the cost is
--- bounded by blocks of one request + candidates.
--- KEYS: owned blocks of the version, in-flight counts, promises of the version, repeats of its run
+-- The choice is that of adaptersync/router/policy.py, what is promised that of promises.py beside it, and how long
+-- prefills will take that of queues.py; the cost is bounded by blocks of one request + candidates.
+-- KEYS: owned blocks of the version, in-flight counts, promises of the version, repeats of its run, queues
 -- ARGV: router, policy, spill, turn, blocks kept for one version, seconds to live of each key, sequences of the request,
 --       how many of them are of the prompt that is looked up, the candidate that its session has or '', '1' to have the
---       decision explained or '', how many candidates, candidates ..., block hashes ...
+--       decision explained or '', tokens in a block (0: no queue is looked at or joined), how many candidates,
+--       candidates ..., block hashes ...
 -- Reply: {replica, 'affinity' | 'cold' | 'spill' | 'session', owned blocks beyond the boilerplate, blocks of that, blocks
---       that were known, and if it is to be explained of each candidate: owned blocks, in flight, promised}
+--       that were known, and if it is to be explained of each candidate: owned blocks, in flight, promised,
+--       microseconds until its prefill begins, and that it takes}
 -- A block is held as "child:owner,owner": the head of the one block seen after it ('' none, '*' several), and who owns it.
 -- Promises: "replica" how many more sequences it may expect, ":prompt" as "how many more:replica", "#place" the prompts
 -- in the order in which they came, from "#first" to before "#next", "#again" how many came again since the last new one.
+-- Queues: "replica" the moment at which all it was sent will be prefilled, by this server's clock, "replica|" its tokens a
+-- second.
 local CHUNK = 64 -- blocks in one read or write: the chain ends somewhere, and Lua's stack is finite
 local HEAD = 4
 local OWNERS = 16 -- owners remembered of one block; the oldest gives way
-local EVEN = 8 -- these five are explained in policy.py and promises.py
+local EVEN = 8 -- these are explained in policy.py, promises.py and queues.py
 local FEWEST, MOST_PROMPTS = 64, 4096
 local MOST = 255
 local FORGET = 64
 local DROPS = 4
+local STEP_US, RATE = 50000, 8000
 
-local ARGV, match, sub = ARGV, string.match, string.sub -- as locals they are found faster
-local router, promising, spill, turn = ARGV[1], ARGV[2] == 'promise', tonumber(ARGV[3]), tonumber(ARGV[4])
+local ARGV, match, sub, floor = ARGV, string.match, string.sub, math.floor -- as locals they are found faster
+local router, promising, spill, turn = ARGV[1], ARGV[2] ~= 'threshold', tonumber(ARGV[3]), tonumber(ARGV[4])
 local limit = tonumber(ARGV[5])
-local weight, alike, kept, count = tonumber(ARGV[10]), tonumber(ARGV[11]), ARGV[12], tonumber(ARGV[14])
-local offset = 14 + count -- the block at place k is ARGV[offset + k], the candidate ARGV[14 + k]
+local weight, alike, kept = tonumber(ARGV[11]), tonumber(ARGV[12]), ARGV[13]
+local tokens, count = tonumber(ARGV[15]), tonumber(ARGV[16])
+local offset = 16 + count -- the block at place k is ARGV[offset + k], the candidate ARGV[16 + k]
 local blocks = math.min(#ARGV - offset, limit)
 
 -- what is known of the prompt, up to the first block that nobody has seen, and the heads of what follows each block
@@ -66,7 +72,7 @@ for k = common + 1, known + 1 do
   end
 end
 
-local counts, total, least = redis.call('HMGET', KEYS[2], unpack(ARGV, 15, offset)), 0, nil
+local counts, total, least = redis.call('HMGET', KEYS[2], unpack(ARGV, 17, offset)), 0, nil
 for place = 1, count do
   local inflight = tonumber(counts[place] or 0)
   counts[place], total = inflight, total + inflight
@@ -74,14 +80,41 @@ for place = 1, count do
     least = inflight
   end
 end
-local most = promising and total + math.max(spill * count, math.floor(total / EVEN)) or (least + spill) * count
+local most = promising and total + math.max(spill * count, floor(total / EVEN)) or (least + spill) * count
+
+-- when each would answer, and no later than when is soon
+local waits, takes, expected, now, soon = {}, {}, {}, 0, nil
+if tokens > 0 then
+  local fields, deepest, us = {}, 0, tokens * 1000000
+  for place = 1, count do
+    local replica = ARGV[16 + place]
+    local mine = depth[replica]
+    fields[place], fields[count + place] = replica, replica .. '|'
+    if mine and mine > deepest then
+      deepest = mine
+    end
+  end
+  local queues, time = redis.call('HMGET', KEYS[5], unpack(fields)), redis.call('TIME')
+  now = time[1] * 1000000 + time[2]
+  for place = 1, count do
+    local mine, rate = depth[fields[place]] or 0, queues[count + place] or RATE
+    local wait = queues[place] and queues[place] - now or 0
+    local take, again = (blocks - common - mine) * us / rate, (deepest - mine) * us / rate
+    wait, take = wait > 0 and wait or 0, take - take % 1
+    waits[place], takes[place], expected[place] = wait, take, wait + take + again - again % 1
+    if counts[place] * count <= most and expected[place] < (soon or expected[place] + 1) then
+      soon = expected[place]
+    end
+  end
+  soon = ARGV[2] == 'expected' and soon + STEP_US
+end
 
 local best, owned = nil, false
 for i = 0, count - 1 do
   local place = (turn + i) % count + 1
-  local mine = depth[ARGV[14 + place]] or 0
+  local mine = depth[ARGV[16 + place]] or 0
   owned = owned or mine > 0
-  if mine > 0 and counts[place] * count <= most
+  if mine > 0 and counts[place] * count <= most and not (soon and expected[place] > soon)
     and (not best or mine > best.depth or (mine == best.depth and counts[place] < best.load)) then
     best = {place = place, depth = mine, load = counts[place]}
   end
@@ -89,7 +122,7 @@ end
 local outcome = best and 'affinity' or (owned and 'spill' or 'cold')
 if kept ~= '' then
   for place = 1, count do
-    if ARGV[14 + place] == kept then
+    if ARGV[16 + place] == kept then
       best, outcome = {place = place}, 'session'
     end
   end
@@ -103,23 +136,25 @@ if promising and total == 0 then -- nothing is in flight, nothing is expected
   redis.call('UNLINK', KEYS[3])
 end
 if not best then
-  local promised = promising and redis.call('HMGET', KEYS[3], unpack(ARGV, 15, offset)) or {}
+  local promised = promising and redis.call('HMGET', KEYS[3], unpack(ARGV, 17, offset)) or {}
   for i = 0, count - 1 do
     local place = (turn + i) % count + 1
     local load = counts[place] + tonumber(promised[place] or 0)
-    if counts[place] * count <= most and (not best or load < best.load) then
+    if counts[place] * count <= most and not (soon and expected[place] > soon) and (not best or load < best.load) then
       best = {place = place, load = load}
     end
   end
 end
-local chosen = ARGV[14 + best.place]
+local chosen = ARGV[16 + best.place]
 local reply = {chosen, outcome, depth[chosen] or 0, common, known}
-if ARGV[13] ~= '' then -- before anything is changed: these are what it was decided from
-  local promised = promising and redis.call('HMGET', KEYS[3], unpack(ARGV, 15, offset)) or {}
+if ARGV[14] ~= '' then -- before anything is changed: these are what it was decided from
+  local promised = promising and redis.call('HMGET', KEYS[3], unpack(ARGV, 17, offset)) or {}
   for place = 1, count do
-    reply[#reply + 1] = depth[ARGV[14 + place]] or 0
+    reply[#reply + 1] = depth[ARGV[16 + place]] or 0
     reply[#reply + 1] = counts[place]
     reply[#reply + 1] = tonumber(promised[place] or 0)
+    reply[#reply + 1] = waits[place] or 0
+    reply[#reply + 1] = takes[place] or 0
   end
 end
 
@@ -128,6 +163,12 @@ if weight > 0 then
   redis.call('HINCRBY', KEYS[2], router .. '|' .. chosen, weight)
   if running == weight then -- the key may be new; the routers' beat renews it
     redis.call('EXPIRE', KEYS[2], ARGV[7])
+  end
+end
+
+if tokens > 0 and takes[best.place] > 0 then
+  if redis.call('HSET', KEYS[5], chosen, now + waits[best.place] + takes[best.place]) == 1 then -- the key may be new
+    redis.call('EXPIRE', KEYS[5], ARGV[10], 'NX')
   end
 end
 
@@ -153,9 +194,9 @@ end
 local function learn(again)
   local seen = redis.call('HMGET', KEYS[4], 'asked', 'prompts')
   local asked, prompts = (tonumber(seen[1]) or 0) + again + alike, (tonumber(seen[2]) or 0) + 1
-  local more = math.min(math.max(math.floor((2 * asked + prompts) / (2 * prompts)) - alike, 0), MOST)
+  local more = math.min(math.max(floor((2 * asked + prompts) / (2 * prompts)) - alike, 0), MOST)
   if prompts >= FORGET then
-    asked, prompts = math.floor(asked / 2), math.floor(prompts / 2)
+    asked, prompts = floor(asked / 2), floor(prompts / 2)
   end
   redis.call('HSET', KEYS[4], 'asked', asked, 'prompts', prompts)
   redis.call('EXPIRE', KEYS[4], ARGV[9])

@@ -95,6 +95,26 @@ async def test_who_was_left_out_and_who_was_asked_before(fleet: Fleet) -> None:
         assert told(refused)["left_out"] == {home: "ejected: engine is gone", other: "draining: "}
 
 
+async def test_by_expected_it_is_told_how_soon_each_would_answer_and_who_is_sooner_is_asked(fleet: Fleet) -> None:
+    await fleet.table({V1: "current"})
+    slow, fast = fleet.replicas
+    await fleet.cache.command("HSET", fleet.keys.queues, f"{slow}|", 100, f"{fast}|", 200)
+    async with fleet.router(policy="expected"):
+        first = told(await ask(fleet, V1, PROMPT))
+        assert first["replica"] == fast
+        assert [first["candidates"][name]["prefill_s"] for name in (slow, fast)] == [0.64, 0.32]
+        assert first["candidates"][fast]["wait_s"] == 0
+        (until,) = await fleet.cache.command("HMGET", fleet.keys.queues, fast)
+        await fleet.cache.command("HSET", fleet.keys.queues, fast, int(until) + 60_000_000)
+        second = told(await ask(fleet, V1, PROMPT))
+        assert (second["replica"], second["routing"]) == (slow, "spill")
+        assert 50 < second["candidates"][fast]["wait_s"] < 61
+        assert second["candidates"][fast]["prefill_s"] == 0
+        text = told(await ask(fleet, V1, "some words " * 40))  # type: ignore[arg-type]
+        assert text["candidates"][slow]["prefill_s"] == text["blocks"] * 4 / 100  # tokens are about four bytes
+        assert await fleet.cache.command("TTL", fleet.keys.queues) > 0
+
+
 async def test_whose_circuit_is_open_and_who_finds_out_if_it_is_back(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

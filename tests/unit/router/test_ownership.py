@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adaptersync.router.books import OWNERS, Books
-from adaptersync.router.policy import EVEN, HEAD, MANY, Block, Choice, Policy
+from adaptersync.router.policy import EVEN, HEAD, MANY, STEP_US, Block, Choice, Policy
 from adaptersync.router.promises import DROPS, FORGET, MOST, PROMPTS
+from adaptersync.router.queues import RATE, SECOND_US
 from adaptersync_core.blocks import block_hashes
 from adaptersync_core.keys import Keys
 from adaptersync_core.scripts import Script
@@ -50,14 +51,18 @@ def route(cache: redis.Redis) -> Route:
         weight: int = 1,
         alike: int = 1,
         kept: str = "",
+        tokens: int = 0,
+        now_us: int = 0,
     ) -> Choice:
+        cache.rpush("clock", now_us // SECOND_US, now_us % SECOND_US)
         reply = cache.eval(
-            script.source,
-            4,
+            script.source.replace("redis.call('TIME')", "redis.call('LRANGE', 'clock', 0, 1)"),
+            5,
             KEYS.owned(VERSION),
             KEYS.inflight,
             KEYS.promises(VERSION),
             KEYS.repeats("run-a"),
+            KEYS.queues,
             router,
             policy,
             spill,
@@ -67,14 +72,17 @@ def route(cache: redis.Redis) -> Route:
             60,
             60,
             60,
+            60,
             weight,
             alike,
             kept,
             "",
+            tokens,
             len(candidates),
             *candidates,
             *hashes,
         )
+        cache.delete("clock")
         return Choice(replica=reply[0], outcome=reply[1], owned=reply[2], boilerplate=reply[3], known=reply[4])
 
     return call
@@ -90,10 +98,13 @@ steps = st.lists(
         st.booleans(),
         st.sampled_from(((1, 1), (1, 1), (2, 1), (8, 8), (24, 8), (0, 0))),  # sequences, and those of the prompt
         st.sampled_from(("", "", "", *REPLICAS)),  # what the session has, be it a candidate or not
+        st.sampled_from((0, 1, 16, 400)),  # tokens in a block
+        st.integers(0, 200_000) | st.just(0),  # microseconds since the step before
     ),
     max_size=30,
 )
 spills = st.integers(0, 3)
+rates = st.dictionaries(st.sampled_from(REPLICAS), st.integers(1, 50_000))
 
 
 def hashes_of(prompt: str, version: str = VERSION) -> list[str]:
@@ -112,7 +123,7 @@ tables = st.lists(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@given(tables, spills, steps)
+@given(tables, spills, steps, rates)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_script_and_policy_agree(
     cache: redis.Redis,
@@ -120,20 +131,38 @@ def test_script_and_policy_agree(
     policy: Policy,
     table: list[tuple[str, str, list[list[str]]]],
     spill: int,
-    steps: list[tuple[str, list[str], int, bool, tuple[int, int], str]],
+    steps: list[tuple[str, list[str], int, bool, tuple[int, int], str, int, int]],
+    rates: dict[str, int],
 ) -> None:
     cache.flushall()
     books = Books(policy=policy, spill=spill)
+    books.queues.rates = rates
+    for name, rate in rates.items():
+        cache.hset(KEYS.queues, f"{name}|", rate)
+        cache.expire(KEYS.queues, 60)
+    now_us = 1_800_000_000 * SECOND_US
     for prompt, child, owners_by_block in table:
         for name, owners in zip(hashes_of(prompt), owners_by_block, strict=False):
             books.blocks[name] = Block(child=child, owners=tuple(owners))
             cache.hset(KEYS.owned(VERSION), name, f"{child}:{','.join(owners)}")
             cache.expire(KEYS.owned(VERSION), 60)  # as the script would have left it: no step may follow
     release = Script("release")
-    for prompt, candidates, turn, ends, (weight, alike), kept in steps:
+    for prompt, candidates, turn, ends, (weight, alike), kept, tokens, later_us in steps:
         hashes = hashes_of(prompt)
-        expected = books.route(hashes, candidates, turn, weight, alike, kept)
-        got = route(hashes, candidates, policy=policy, spill=spill, turn=turn, weight=weight, alike=alike, kept=kept)
+        now_us += later_us
+        expected = books.route(hashes, candidates, turn, weight, alike, kept, now_us=now_us, tokens=tokens)
+        got = route(
+            hashes,
+            candidates,
+            policy=policy,
+            spill=spill,
+            turn=turn,
+            weight=weight,
+            alike=alike,
+            kept=kept,
+            now_us=now_us,
+            tokens=tokens,
+        )
         assert got == expected
         if ends:
             books.release(expected.replica, weight)
@@ -142,6 +171,8 @@ def test_script_and_policy_agree(
     assert cache.hgetall(KEYS.owned(VERSION)) == noted
     assert totals(cache) == {name: count for name, count in books.inflight.items() if count}
     assert_same_promises(cache, books)
+    queues = {name: int(until) for name, until in cache.hgetall(KEYS.queues).items() if not str(name).endswith("|")}
+    assert queues == books.queues.busy_until
 
 
 def assert_same_promises(cache: redis.Redis, books: Books) -> None:
@@ -193,6 +224,7 @@ def test_script_and_policy_have_the_same_bounds() -> None:
     """Those too large to be reached above."""
     source = Script("route").source
     assert f"local FEWEST, MOST_PROMPTS = {PROMPTS[0]}, {PROMPTS[1]}\n" in source
+    assert f"local STEP_US, RATE = {STEP_US}, {RATE}\n" in source
     for name, bound in {"HEAD": HEAD, "EVEN": EVEN, "MOST": MOST, "FORGET": FORGET, "DROPS": DROPS}.items():
         assert re.search(rf"^local {name} = {bound}\b", source, re.MULTILINE), name
 

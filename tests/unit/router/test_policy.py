@@ -7,8 +7,10 @@ from typing import get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
-from adaptersync.router.policy import EVEN, MANY, Block, Policy, Standing, boilerplate, choose, owned
+from adaptersync.router.policy import EVEN, MANY, STEP_US, Block, Policy, Standing, boilerplate, choose, owned
+from adaptersync.router.queues import SECOND_US
 
 POLICIES = get_args(Policy)
 
@@ -19,6 +21,9 @@ standings = st.lists(
         owned=st.integers(0, 4),
         inflight=st.integers(0, 12) | st.integers(100, 130),
         promised=st.integers(0, 12),
+        wait_us=st.sampled_from((0, STEP_US, 2 * STEP_US)) | st.integers(0, 4 * STEP_US),
+        prefill_us=st.integers(0, 4 * STEP_US),
+        again_us=st.integers(0, 4 * STEP_US),
     ),
     min_size=1,
     max_size=6,
@@ -34,7 +39,11 @@ def near(fleet: list[Standing], policy: Policy, spill: int) -> list[Standing]:
         return [one for one in fleet if all(one.inflight <= other.inflight + spill for other in fleet)]
     total = sum(one.inflight for one in fleet)
     allowed = max(spill * len(fleet), total // EVEN)
-    return [one for one in fleet if one.inflight * len(fleet) - total <= allowed]
+    even = [one for one in fleet if one.inflight * len(fleet) - total <= allowed]
+    if policy == "promise":
+        return even
+    cost = [one.wait_us + one.prefill_us + one.again_us for one in even]
+    return [one for one, its in zip(even, cost, strict=True) if all(its <= other + STEP_US for other in cost)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -56,7 +65,7 @@ def test_the_words_mean_what_they_say(policy: Policy, fleet: list[Standing], spi
     (chosen,) = (one for one in fleet if one.replica == choice.replica)
     if owners:
         assert choice.owned == max(one.owned for one in owners)
-    elif policy == "promise":
+    elif policy != "threshold":
         assert chosen.inflight + chosen.promised == min(one.inflight + one.promised for one in allowed)
     else:
         assert chosen.inflight == min(one.inflight for one in fleet)
@@ -72,7 +81,7 @@ def test_ties_alone_depend_on_the_turn(policy: Policy, fleet: list[Standing], sp
     assert one.outcome == other.outcome
     if one.outcome == "affinity":
         assert (first.owned, first.inflight) == (second.owned, second.inflight)
-    elif policy == "promise":
+    elif policy != "threshold":
         assert first.inflight + first.promised == second.inflight + second.promised
     else:
         assert first.inflight == second.inflight
@@ -114,6 +123,39 @@ def test_promises_that_are_not_kept_send_nobody_where_the_load_is() -> None:
     """As where a replica has just joined, or groups are given up half done."""
     fleet = [standing("old", 0, 4, 500), standing("new", 0, 22, 0)]
     assert choose(fleet, policy="promise", spill=8, turn=0).replica == "old"  # the other is 9 ahead of 13
+
+
+def queued(replica: str, wait_s: float, prefill_s: float = 0, again_s: float = 0, owned: int = 0) -> Standing:
+    wait, prefill, again = (round(seconds * SECOND_US) for seconds in (wait_s, prefill_s, again_s))
+    return Standing(replica=replica, owned=owned, inflight=0, wait_us=wait, prefill_us=prefill, again_us=again)
+
+
+def soonest(*fleet: Standing) -> str:
+    return choose(fleet, policy="expected", spill=8, turn=0).replica
+
+
+def test_a_prompt_goes_where_its_first_token_is_expected_soonest() -> None:
+    assert soonest(queued("busy", 1.0, 0.5), queued("slow", 0, 2.0), queued("r2", 0.5, 0.5)) == "r2"
+    for policy in ("promise", "threshold"):
+        fleet = [queued("busy", 1.0, 0.5), queued("r1", 0, 0.5)]
+        assert choose(fleet, policy=policy, spill=8, turn=0).replica == "busy"
+
+
+def test_an_owner_is_waited_for_until_twice_the_prefill_is_less() -> None:
+    assert soonest(queued("owner", 0.9, owned=9), queued("r1", 0, 0.5, 0.5)) == "owner"
+    assert soonest(queued("owner", 1.1, owned=9), queued("r1", 0, 0.5, 0.5)) == "r1"
+    assert soonest(queued("owner", 0.9, 0.5), queued("r1", 0, 0.5)) == "r1"  # what is new is counted once
+
+
+def test_who_is_a_step_later_is_not_known_to_be_later() -> None:
+    step = STEP_US / SECOND_US
+    assert soonest(queued("owner", 0.5 + step, owned=9), queued("r1", 0, 0.25, 0.25)) == "owner"
+    assert soonest(queued("owner", 0.500_001 + step, owned=9), queued("r1", 0, 0.25, 0.25)) == "r1"
+
+
+def test_who_is_too_far_ahead_is_not_asked_however_soon_it_answers() -> None:
+    fleet = [standing("soon", 0, 20), structs.replace(queued("late", 9.0), inflight=2)]
+    assert choose(fleet, policy="expected", spill=8, turn=0).replica == "late"
 
 
 def block(child: str, *owners: str) -> Block:

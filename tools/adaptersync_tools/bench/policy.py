@@ -18,11 +18,13 @@ from rich.text import Text
 
 from adaptersync.router.books import Books
 from adaptersync.router.policy import Policy
+from adaptersync.router.queues import SECOND_US
 from adaptersync_core.blocks import block_hashes
 from adaptersync_tools.bench.result import Target
 from adaptersync_tools.output import console, print_json, table
 
 BLOCK_SIZE = 16
+COARSE = 128  # where prompts are long: the rule is the same, and the simulation does not take all day
 VOCABULARY = 150_000
 REPLICAS = 4
 COMPLETIONS = 8  # of each prompt
@@ -44,6 +46,12 @@ class Load(Struct, frozen=True, kw_only=True):
     """Tokens that all prompts begin with."""
     given_up: float = 0.0
     """Part of the prompts of which only `FEW` completions are asked for."""
+    longest: int = 0
+    """Prompts are of any length from `tokens` to this, each doubling as often as the next."""
+    answer_s: float = 1.0
+    """The mean time that decoding an answer takes."""
+    rates: tuple[int, ...] = (8_000,) * REPLICAS
+    """Tokens that each replica prefills in a second, one prompt after the other."""
     away: bool = False
     """One replica is not there for the middle third of the requests, and comes back with nothing cached."""
 
@@ -55,7 +63,14 @@ LOADS = (
     Load(name="long template", clients=32, window=1, tokens=475, template=400),
     Load(name="groups given up", given_up=0.5),
     Load(name="one replica away", away=True),
+    Load(name="long prompts", tokens=2_048, longest=16_384, answer_s=20.0),
+    Load(name="long prompts, short answers", tokens=2_048, longest=16_384, answer_s=10.0),
+    Load(name="one slow replica", tokens=2_048, longest=16_384, answer_s=20.0, rates=(2_000, 8_000, 8_000, 8_000)),
+    Load(name="mixed lengths", tokens=135, longest=16_384, answer_s=10.0),
 )
+
+
+SOONER = {"long prompts": 0.9, "mixed lengths": 0.85, "one slow replica": 0.5}
 
 
 class Settings(Struct, frozen=True, kw_only=True):
@@ -70,7 +85,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """Of one policy under one load: the mean over all rounds, and of `largest` and `busiest` the worst.
 
     `possible`: what would be warm on one replica for all. `largest`: most in flight at one replica at once.
-    `busiest`: the part of all requests that one replica got.
+    `busiest`: the part of all requests that one replica got. `first_token`: the time to it, decoding aside.
     """
 
     load: str
@@ -80,6 +95,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
     largest: int
     busiest_percent: float
     spilled_percent: float
+    first_token_s: float
+    first_token_p95_s: float
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -103,12 +120,16 @@ def run(settings: Settings) -> Result:
         replicas=REPLICAS,
         completions=COMPLETIONS,
         outcomes=outcomes,
-        targets=promised({outcome.load: outcome for outcome in outcomes if outcome.policy == DEFAULT}),
+        targets=promised(_by_load(outcomes, DEFAULT), _by_load(outcomes, "expected")),
     )
 
 
-def promised(found: dict[str, Outcome]) -> tuple[Target, ...]:
-    """Of the policy that routers have when nothing is set."""
+def _by_load(outcomes: tuple[Outcome, ...], policy: Policy) -> dict[str, Outcome]:
+    return {outcome.load: outcome for outcome in outcomes if outcome.policy == policy}
+
+
+def promised(found: dict[str, Outcome], expected: dict[str, Outcome]) -> tuple[Target, ...]:
+    """Of the policy that routers have when nothing is set, and of `expected`, how soon its slow answers begin."""
     one, two, template, away = (
         found[name] for name in ("shuffled", "two routers", "long template", "one replica away")
     )
@@ -121,6 +142,15 @@ def promised(found: dict[str, Outcome]) -> tuple[Target, ...]:
         Target.at_most("one replica away: fewer warm than possible", _lost(away), 1, unit="points"),
         Target.at_most("one replica away: largest in flight", away.largest, 54, unit="requests"),
         Target.at_most("long template: busiest replica", template.busiest_percent, 30, unit="%"),
+        *(
+            Target.at_most(
+                f"{load}: p95 to the first token, expected of {DEFAULT}",
+                expected[load].first_token_p95_s / found[load].first_token_p95_s,
+                bound,
+                unit="of it",
+            )
+            for load, bound in SOONER.items()
+        ),
     )
 
 
@@ -135,11 +165,16 @@ def simulate(load: Load, policy: Policy, settings: Settings, seed: int) -> Outco
     books = Books(policy=policy, spill=settings.spill)
     replicas = [f"replica-{number}" for number in range(REPLICAS)]
     template = _tokens(chance, load.template)
-    prompts: dict[int, list[str]] = {}
+    rates = dict(zip(replicas, load.rates, strict=True))
+    books.queues.rates = rates
+    size = COARSE if load.longest else BLOCK_SIZE
+    prompts: dict[int, tuple[int, list[str]]] = {}
     seen: dict[str, set[int]] = {name: set() for name in replicas}
     asking = [_asking(load, random.Random(f"{seed} {router}")) for router in range(load.routers)]  # noqa: S311
     outcomes: Counter[str] = Counter()
     sent: Counter[str] = Counter()
+    idle_at = dict.fromkeys(replicas, 0.0)
+    waits: list[float] = []
     running: list[tuple[float, int, str, int]] = []  # ends at, number, replica, router
     warm = possible = largest = 0
     now = 0.0
@@ -150,21 +185,32 @@ def simulate(load: Load, policy: Policy, settings: Settings, seed: int) -> Outco
             books.release(ended)
         prompt = next(asking[router])
         if prompt not in prompts:
-            tokens = template + _tokens(chance, load.tokens - load.template)
-            prompts[prompt] = block_hashes("simulated", tokens, BLOCK_SIZE, load.tokens)
-        hashes = prompts[prompt]
+            length = load.tokens
+            if load.longest:
+                length = round(load.tokens * (load.longest / load.tokens) ** chance.random())
+                tokens = [chance.randrange(VOCABULARY)] * length  # as good as any, and soon made
+            else:
+                tokens = template + _tokens(chance, length - load.template)
+            prompts[prompt] = length, block_hashes("simulated", tokens, size, length)
+        length, hashes = prompts[prompt]
         there = replicas[1:] if load.away and third <= number < 2 * third else replicas
         if load.away and number == 2 * third:
             seen[replicas[0]].clear()
-        choice = books.route(hashes, there, int(hashes[-1][:7], 16))
+        turn = int(hashes[-1][:7], 16) if hashes else number
+        choice = books.route(hashes, there, turn, now_us=int(now * SECOND_US), tokens=size)
         chosen = choice.replica
         outcomes[choice.outcome] += 1
         sent[chosen] += 1
+        cached = len(hashes) * size if prompt in seen[chosen] else load.template if seen[chosen] else 0
+        idle_at[chosen] = max(idle_at[chosen], now) + (length - cached) / rates[chosen]
+        waits.append(idle_at[chosen] - now)
         possible += any(prompt in caches for caches in seen.values())
         warm += prompt in seen[chosen]
         seen[chosen].add(prompt)
         largest = max(largest, books.inflight[chosen])
-        heapq.heappush(running, (now + chance.uniform(1 - JITTER, 1 + JITTER), number, chosen, router))
+        heapq.heappush(
+            running, (idle_at[chosen] + load.answer_s * chance.uniform(1 - JITTER, 1 + JITTER), number, chosen, router)
+        )
     percent = 100 / settings.requests
     return Outcome(
         load=load.name,
@@ -174,6 +220,8 @@ def simulate(load: Load, policy: Policy, settings: Settings, seed: int) -> Outco
         largest=largest,
         busiest_percent=max(sent.values()) * percent,
         spilled_percent=outcomes["spill"] * percent,
+        first_token_s=statistics.fmean(waits),
+        first_token_p95_s=statistics.quantiles(waits, n=20)[-1],
     )
 
 
@@ -203,6 +251,8 @@ def _mean(lives: list[Outcome]) -> Outcome:
         largest=max(life.largest for life in lives),
         busiest_percent=max(life.busiest_percent for life in lives),
         spilled_percent=statistics.fmean(life.spilled_percent for life in lives),
+        first_token_s=statistics.fmean(life.first_token_s for life in lives),
+        first_token_p95_s=statistics.fmean(life.first_token_p95_s for life in lives),
     )
 
 
@@ -222,10 +272,21 @@ def show(result: Result, *, as_json: bool) -> int:
             each.largest,
             f"{each.busiest_percent:.1f}",
             f"{each.spilled_percent:.2f}",
+            f"{each.first_token_s:.3f}",
+            f"{each.first_token_p95_s:.3f}",
         )
         for each in result.outcomes
     ]
-    columns = ("load", "policy", "warm, %>", "possible>", "in flight at one>", "requests at one, %>", "spilled, %>")
+    columns: tuple[str, ...] = (
+        "load",
+        "policy",
+        "warm, %>",
+        "possible>",
+        "in flight at one>",
+        "requests at one, %>",
+        "spilled, %>",
+    )
+    columns += ("first token, s>", "p95, s>")
     out.print(table(f"policy  (simulated, {result.replicas} replicas)", columns, rows))
     for target in result.targets:
         mark, style = ("✓", "green") if target.kept else ("✗", "bold red")

@@ -24,6 +24,13 @@ def _lines(scheduler: Scheduler, started_at: float) -> Iterator[str]:
         yield f"# TYPE {name}_total counter"
         yield f"{name}_total{{{labels}}} {float(value)!r}"
 
+    def histogram(name: str, count: int, total: float) -> Iterator[str]:
+        """All in the last bucket: where they lie between is not simulated."""
+        yield f"# TYPE {name} histogram"
+        yield f'{name}_bucket{{{labels},le="+Inf"}} {float(count)!r}'
+        yield f"{name}_count{{{labels}}} {float(count)!r}"
+        yield f"{name}_sum{{{labels}}} {float(total)!r}"
+
     yield "# TYPE process_start_time_seconds gauge"
     yield f"process_start_time_seconds {started_at!r}"
     yield from gauge("vllm:num_requests_running", engine.running)
@@ -36,6 +43,12 @@ def _lines(scheduler: Scheduler, started_at: float) -> Iterator[str]:
     yield from counter("vllm:prefix_cache_queries", counts["prefix_cache_queries"])
     yield from counter("vllm:prefix_cache_hits", counts["prefix_cache_hits"])
     yield from counter("vllm:prompt_tokens", counts["prompt_tokens"])
+    yield "# TYPE vllm:prompt_tokens_by_source_total counter"
+    by_source = {"local_compute": "prompt_tokens_computed", "local_cache_hit": "prefix_cache_hits"}
+    for source, counted in by_source.items():
+        yield f'vllm:prompt_tokens_by_source_total{{{labels},source="{source}"}} {float(counts[counted])!r}'
+    yield from histogram("vllm:request_prefill_time_seconds", counts["ended"], scheduler.prefill_s)
+    yield from histogram("vllm:request_prefill_kv_computed_tokens", counts["ended"], counts["ended_computed"])
     yield from counter("vllm:prompt_tokens_cached", counts["prefix_cache_hits"])
     yield from counter("vllm:generation_tokens", counts["generation_tokens"])
     yield "# TYPE vllm:request_success_total counter"

@@ -37,6 +37,8 @@ class Job:
         self.said = 0
         self.aborted = False
         self.first_token_at = 0.0
+        self.computed = 0  # tokens of the prompt that were not cached
+        self.prefill_s = 0.0
         self.held_s = 0.0  # time lost to pauses, freezes and loads since admission
         self.signal = asyncio.Event()
 
@@ -52,6 +54,7 @@ class Scheduler:
         self.engine = engine
         self.latency = latency
         self.counts: Counter[str] = Counter()  # what /metrics reports
+        self.prefill_s = 0.0  # of requests that have ended
         self.dead = asyncio.Event()
         self.paused = False
         self._publish = publish
@@ -121,6 +124,7 @@ class Scheduler:
             if not await self._until_time(job, job.first_token_at):
                 return
             self.counts["prompt_tokens"] += len(job.request.prompt)
+            self.counts["prompt_tokens_computed"] += job.computed
             while job.said < total and not job.aborted:
                 goal = job.said + 1 if stream else total
                 await self._until_time(job, self._said_at(job, goal))
@@ -231,9 +235,11 @@ class Scheduler:
         if not job.request.want_prompt_logprobs:
             self.counts["prefix_cache_queries"] += prompt
             self.counts["prefix_cache_hits"] += cached
+        job.computed = prompt - cached
         self._busy_until = max(self._time(), self._busy_until)
         if self.latency.prefill_tokens_per_s:
-            self._busy_until += (prompt - cached) / self.latency.prefill_tokens_per_s
+            job.prefill_s = job.computed / self.latency.prefill_tokens_per_s
+        self._busy_until += job.prefill_s
         job.first_token_at = self._busy_until
         job.signal.set()
         self._flush()
@@ -247,6 +253,9 @@ class Scheduler:
         if job.admitted and job.running is not None and not self.dead.is_set():
             complete = job.aborted or job.said == len(job.running.spoken.tokens)
             self.counts[job.finish_reason if complete else "abort"] += 1
+            self.counts["ended"] += 1
+            self.counts["ended_computed"] += job.computed
+            self.prefill_s += job.prefill_s
             self.engine.finish(job.running)
             self._pump()
 

@@ -135,6 +135,8 @@ class RouterSection(Section, frozen=True, kw_only=True):
     """From sending a request to a replica to its last byte."""
     max_inflight: int = 4096
     """Requests in flight in this router; more are answered 503."""
+    inflight_bytes: int = 1 << 30
+    """Of the bodies of requests in flight; more are answered 503."""
     table_max_age_s: float = 60.0
     """How long to serve without Redis; at most 60, for which retirement waits."""
     blocks_per_version: int = 500_000

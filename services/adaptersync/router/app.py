@@ -31,7 +31,7 @@ from adaptersync.router.server import Limits, Server
 from adaptersync.router.sessions import Sessions
 from adaptersync.router.status import Status
 from adaptersync.router.table import TableView
-from adaptersync.router.tokenizer import load
+from adaptersync.router.tokenizer import Tokenizer, load
 from adaptersync.router.workers import Shares, reserved, run
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
@@ -62,16 +62,18 @@ def run_router(config: Config) -> None:
     settings = config.router
     with reserved(settings.host, settings.port) as port:
         config = replace(config, router=replace(settings, port=port))
-        run(lambda shares, worker: _run(config, shares, worker), settings.workers)
+        # once for all workers, and for those that take the place of one
+        tokenizer = asyncio.run(load(settings.tokenizer)) if settings.tokenizer else None
+        run(lambda shares, worker: _run(config, tokenizer, shares, worker), settings.workers)
 
 
-async def _run(config: Config, shares: Shares, worker: int) -> None:
+async def _run(config: Config, tokenizer: Tokenizer | None, shares: Shares, worker: int) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     try:
-        async with serving(config, shares=shares, worker=worker) as router:
+        async with serving(config, tokenizer=tokenizer, shares=shares, worker=worker) as router:
             log.info("serving on %s", router.url)
             stopped = asyncio.create_task(stop.wait())
             await asyncio.wait((stopped, router.work), return_when=asyncio.FIRST_COMPLETED)
@@ -84,20 +86,28 @@ async def _run(config: Config, shares: Shares, worker: int) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(
-    config: Config, *, drain_s: float = DRAIN_S, shares: Shares | None = None, worker: int = 0
+    config: Config,
+    *,
+    drain_s: float = DRAIN_S,
+    tokenizer: Tokenizer | None = None,
+    shares: Shares | None = None,
+    worker: int = 0,
 ) -> AsyncIterator[Serving]:
     """A router that serves while the context lasts, which then waits up to `drain_s` for requests in flight.
 
-    As one `worker` of several, it has their `shares`.
+    As one `worker` of several, it has their `shares`, and the `tokenizer` that was loaded for all of them.
     """
+    if tokenizer is None and config.router.tokenizer:
+        tokenizer = await load(config.router.tokenizer)
+    reader = Reader(tokenizer)
     opened = contextlib.AsyncExitStack()
-    async with opened, _serving(config, opened, shares or Shares(1), worker, drain_s=drain_s) as router:
+    async with opened, _serving(config, opened, reader, shares or Shares(1), worker, drain_s=drain_s) as router:
         yield router
 
 
 @contextlib.asynccontextmanager
 async def _serving(
-    config: Config, opened: contextlib.AsyncExitStack, shares: Shares, worker: int, *, drain_s: float
+    config: Config, opened: contextlib.AsyncExitStack, reader: Reader, shares: Shares, worker: int, *, drain_s: float
 ) -> AsyncIterator[Serving]:
     """`opened` closes what was opened here, also where nothing can be served."""
     settings = config.router
@@ -111,7 +121,6 @@ async def _serving(
     rows = Pipe(config.redis.control_url, name=name, timeout_s=ROWS_TIMEOUT_S)
     for pipe in (rows, cache):
         opened.push_async_callback(pipe.close)
-    reader = Reader(await load(settings.tokenizer) if settings.tokenizer else None)
     opened.callback(reader.close)
     connections = Connections(
         connect_timeout_s=settings.connect_timeout_s,

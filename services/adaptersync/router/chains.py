@@ -15,7 +15,7 @@ from adaptersync.router.prompts import Reader
 from adaptersync_core.blocks import block_hashes
 
 KEPT = 256  # requests
-LONGEST = 32 << 10  # bytes of a prompt, as JSON; with its hashes about as much again is kept
+LONGEST = 32 << 10  # bytes of what is read of a request, as JSON; with its hashes about as much again is kept
 
 
 class Chains(Struct, frozen=True, kw_only=True):
@@ -47,18 +47,17 @@ class Memory:
 
     async def chains(self, version: str, asked: Asked, *, chat: bool, block_size: int) -> Chains:
         key: tuple[str | int | bytes, ...] | None = None
-        if not chat and len(asked.prompt) <= LONGEST:
-            # all that the reader goes by in a completion
-            key = (
-                version,
-                block_size,
-                bytes(asked.prompt),
-                bytes(asked.n),
-                bytes(asked.best_of),
-                bytes(asked.suffix),
-                bytes(asked.truncate_prompt_tokens),
-                bytes(asked.add_special_tokens),
-            )
+        # all that the reader goes by in a completion
+        said = (
+            asked.prompt,
+            asked.n,
+            asked.best_of,
+            asked.suffix,
+            asked.truncate_prompt_tokens,
+            asked.add_special_tokens,
+        )
+        if not chat and sum(map(len, said)) <= LONGEST:
+            key = (version, block_size, *map(bytes, said))
             if (known := self._kept.get(key)) is not None:
                 return known
         prompts = await self._reader.read(asked, chat=chat, limit=self._blocks * block_size)

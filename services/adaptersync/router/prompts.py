@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
@@ -26,7 +27,11 @@ PROMPTS = 16  # of one request that are looked at
 WEIGHT = 1024  # sequences that one request counts for: more do not run at once in one engine, whatever is asked for
 INLINE = 4096  # bytes of JSON that are tokenized where they arrive, within a millisecond: a thousand tokens
 THREADS = 2  # for what is longer: up to 30 ms for as much of a prompt as is looked up; Rust lets go of the GIL
+QUEUED = 64  # requests that wait for them or have them: two seconds; what comes on top goes by its bytes
+FAR = 256 << 10  # bytes of JSON that are read where they arrive, within two milliseconds, where nothing is tokenized
 WHOLE = 1 << 20  # bytes of a conversation that is rendered
+
+_FLAT = re.compile(rb"\s*\[\s*\d")  # begins like token ids
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +64,7 @@ class Reader:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
+        self._queued = 0
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
 
     def close(self) -> None:
@@ -67,17 +73,23 @@ class Reader:
     async def read(self, asked: Asked, *, chat: bool, limit: int) -> Prompts:
         """At most `limit` numbers of all prompts together. What is malformed is left to the replica, as no prompt."""
         size = len(asked.messages) if chat else len(asked.prompt)
-        long = size > INLINE and self._tokenizer is not None and not _is_ids(asked, chat=chat)
-        if not long:
+        tokenizes = self._tokenizer is not None and not _is_ids(asked, chat=chat)
+        if size <= (INLINE if tokenizes else FAR):
             return self.read_now(asked, chat=chat, limit=limit)
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, lambda: self.read_now(asked, chat=chat, limit=limit)
-        )
+        busy = self._queued >= QUEUED
+        self._queued += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._threads, lambda: self.read_now(asked, chat=chat, limit=limit, busy=busy)
+            )
+        finally:
+            self._queued -= 1
 
-    def read_now(self, asked: Asked, *, chat: bool, limit: int) -> Prompts:
+    def read_now(self, asked: Asked, *, chat: bool, limit: int, busy: bool = False) -> Prompts:
+        """`busy`: there is no time for a tokenizer."""
         each = max(_number(asked.n), _number(asked.best_of))
         try:
-            prompts = _chat(asked) if chat else _prompts(asked.prompt)
+            prompts = _chat(asked) if chat else _prompts(asked.prompt, limit)
         except (msgspec.DecodeError, RecursionError):  # numbers without bounds, depths without end
             prompts = []
         looked: list[Looked] = []
@@ -86,20 +98,20 @@ class Reader:
             if prompt in seen or limit <= 0:
                 continue
             seen.append(prompt)
-            looked.append(self._look(prompt, asked, chat=chat, limit=limit))
+            looked.append(self._look(prompt, asked, chat=chat, limit=limit, busy=busy))
             limit -= len(looked[-1].tokens)
         alike = each * prompts.count(prompts[0]) if prompts else each
         weight = min(each * max(len(prompts), 1), WEIGHT)
         return Prompts(looked=tuple(looked), weight=weight, alike=min(alike, weight))
 
-    def _look(self, prompt: object, asked: Asked, *, chat: bool, limit: int) -> Looked:
+    def _look(self, prompt: object, asked: Asked, *, chat: bool, limit: int, busy: bool) -> Looked:
         if isinstance(prompt, list) and not chat:
             ids = token_ids(prompt, limit)
             return Looked(tokens=ids, read="ids") if len(ids) else NOTHING_READ
         if not chat and not isinstance(prompt, str):
             return NOTHING_READ
-        reason = "off"
-        if self._tokenizer is not None:
+        reason = "off" if self._tokenizer is None else "busy"
+        if self._tokenizer is not None and not busy:
             try:
                 ids = self._exactly(self._tokenizer, prompt, asked, chat=chat, limit=limit)
                 return Looked(tokens=ids, read="tokenizer")
@@ -129,10 +141,14 @@ class Reader:
         return tokenizer.text(str(prompt), limit, special=asked.add_special_tokens != NO)
 
 
-def _prompts(raw: Raw) -> list[object]:
+def _prompts(raw: Raw, limit: int) -> list[object]:
     if raw in NULL:
         return []
-    value = msgspec.json.decode(raw)
+    if len(raw) > FAR and _FLAT.match(raw):
+        first = bytes(raw).split(b",", limit)[:limit]  # the rest is not looked at
+        value = msgspec.json.decode(b",".join(first).rstrip(b"] \n\r\t") + b"]")
+    else:
+        value = msgspec.json.decode(raw)
     batch = isinstance(value, list) and value and isinstance(value[0], str | list)
     return list(value) if batch else [value]
 

@@ -88,6 +88,7 @@ class Proxy:
         self._prefix = secrets.token_hex(6)
         self._count = 0
         self._at_replicas = 0
+        self._bytes = 0  # of their bodies
         self.stopping = False
         self.serving: Counter[str] = Counter()
 
@@ -157,11 +158,13 @@ class Proxy:
         call.admitted(target, self._view.table.generation)
         self.serving[target.model] += 1
         try:
-            if self._at_replicas >= self._settings.max_inflight:
+            settings, size = self._settings, len(body)  # which is held for as long as another replica may be asked
+            if self._at_replicas >= settings.max_inflight or self._bytes + size > settings.inflight_bytes:
                 raise Unroutable(
                     "router is full", status=503, retry_after_s=RETRY_S, in_flight=self._at_replicas, router=self._name
                 )
             self._at_replicas += 1
+            self._bytes += size
             try:
                 if asked.model and asked.model != target.model:
                     body = _rename(body, target.model)
@@ -170,6 +173,7 @@ class Proxy:
                 return await self._dispatch(request, call, target, body, chains, kept)
             finally:
                 self._at_replicas -= 1
+                self._bytes -= size
         finally:
             self.serving[target.model] -= 1
             if self.serving[target.model] <= 0:

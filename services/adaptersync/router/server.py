@@ -390,6 +390,7 @@ class _Connection(asyncio.Protocol):
         self._broken = error
         self._server.arriving -= self._size
         self._size = 0
+        self._body = []
         if self.task is None:
             self._say(error)
 

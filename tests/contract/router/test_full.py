@@ -67,6 +67,20 @@ async def test_no_more_than_so_many_are_in_flight(fleet: Fleet) -> None:
         assert (await fleet.complete(V1)).status == 200
 
 
+async def test_no_more_than_so_many_bytes_are_in_flight(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.gate.clear()
+    async with fleet.router(inflight_bytes=4096):
+        asking = asyncio.create_task(fleet.complete(V1, [1] * 1024))
+        await wait_until(lambda: sum(replica.in_flight for replica in fleet.replicas.values()) == 1)
+        _says_when(await fleet.complete(V1, [1] * 1024), "router is full")
+        for replica in fleet.replicas.values():
+            replica.gate.set()
+        assert (await asking).status == 200
+        assert (await fleet.complete(V1, [1] * 1024)).status == 200
+
+
 async def test_no_more_than_so_many_are_held_for_a_version_that_was_lost(fleet: Fleet) -> None:
     await fleet.tables.write({V1: "current"}, fleet.urls)
     for replica in fleet.replicas.values():

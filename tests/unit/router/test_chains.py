@@ -89,5 +89,6 @@ async def test_what_is_kept_is_bounded(memory: Memory, reader: CountingReader, m
     for _ in range(2):
         await of(memory, prompt="x" * LONGEST)
         await of(memory, chat=True, messages=[{"role": "user", "content": "x" * 64}])
-    assert reader.read_count == 8
+        await of(memory, prompt="x", suffix="y" * LONGEST)
+    assert reader.read_count == 10
     assert KEPT * LONGEST <= 8 << 20

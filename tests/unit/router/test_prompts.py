@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any, cast
 
@@ -10,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adaptersync.router import prompts as module
 from adaptersync.router.asked import Asked
 from adaptersync.router.chat import Inexact
-from adaptersync.router.prompts import INLINE, PROMPTS, WEIGHT, WHOLE, Prompts, Reader
+from adaptersync.router.prompts import FAR, INLINE, PROMPTS, WEIGHT, WHOLE, Prompts, Reader
 from adaptersync.router.tokenizer import Tokenizer
 
 
@@ -168,3 +170,20 @@ async def test_what_is_long_is_read_beside_the_loop_and_reads_the_same() -> None
     assert (await Reader(None).read(asked(prompt="a" * 2 * INLINE), chat=False, limit=100)).first.read == "bytes"
     with pytest.raises(RuntimeError, match="shutdown"):
         await reader.read(asked(prompt="a" * 2 * INLINE), chat=False, limit=100)
+
+
+@pytest.mark.parametrize("end", [b"]", b" ] ", b", 7]", b", [1]]", b""])
+async def test_of_a_long_list_of_ids_only_what_is_looked_up_is_read(end: bytes) -> None:
+    raw = b"[" + b", ".join(b"%d" % (number % 1000) for number in range(FAR // 3)) + end
+    found = await Reader(None).read(Asked(prompt=msgspec.Raw(raw)), chat=False, limit=100)
+    assert tokens(found) == [[*range(100)]]
+    assert found.first.read == "ids"
+
+
+async def test_more_texts_than_can_be_tokenized_go_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUEUED", 1)
+    reader = Reader(cast(Tokenizer, Letters()))
+    text = asked(prompt="a" * (INLINE + 1))
+    found = await asyncio.gather(*(reader.read(text, chat=False, limit=10) for _ in range(3)))
+    assert [each.first.read for each in found] == ["tokenizer", "bytes", "bytes"]
+    assert found[1].first.reason == "busy"

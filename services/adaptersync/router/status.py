@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import orjson
-from aiohttp import ClientError, ClientSession, ClientTimeout
+from aiohttp import ClientError, ClientPayloadError, ClientResponse, ClientSession, ClientTimeout
 
 from adaptersync.router.admission import Admission
 from adaptersync.router.answers import json_answer, refusal
@@ -19,7 +19,6 @@ from adaptersync.router.request import Reply, Request
 from adaptersync.router.resolve import RETRY_S
 from adaptersync.router.server import Server
 from adaptersync.router.table import TableView
-from adaptersync.router.upstream import read_whole
 from adaptersync.router.workers import PUT_S, Shares
 from adaptersync_core.errors import Unroutable
 from adaptersync_core.table import Table
@@ -193,10 +192,20 @@ class Status:
                 async with self._session.get(
                     member.url.rstrip("/") + "/v1/models", timeout=ClientTimeout(total=MODELS_TIMEOUT_S)
                 ) as answer:
-                    listed = orjson.loads(await read_whole(answer, MODELS_LIMIT))["data"]
+                    listed = orjson.loads(await _read_whole(answer, MODELS_LIMIT))["data"]
                 model_len = next(int(card["max_model_len"]) for card in listed if not card.get("parent"))
             except (ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError, StopIteration):
                 continue
             self._model_len = {member.engine_epoch: model_len}
             return model_len
         raise Unroutable("no ready replica says how long a prompt may be", status=503, retry_after_s=RETRY_S)
+
+
+async def _read_whole(answer: ClientResponse, limit: int) -> bytes:
+    """The body of an answer that must not be larger than `limit` bytes; ClientPayloadError when it is."""
+    body = bytearray()
+    async for chunk in answer.content.iter_any():
+        body += chunk
+        if len(body) > limit:
+            raise ClientPayloadError("answer is larger than the limit")
+    return bytes(body)

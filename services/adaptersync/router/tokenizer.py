@@ -17,7 +17,7 @@ from itertools import islice
 import msgspec
 
 from adaptersync.router.asked import Asked
-from adaptersync.router.chat import ChatTemplates, Inexact
+from adaptersync.router.chat import ChatTemplates
 from adaptersync.router.handover import Handover
 from adaptersync_core.errors import ConfigError
 
@@ -90,6 +90,3 @@ async def load(source: str) -> Tokenizer:
         raise ConfigError(
             f"tokenizer cannot be used: {error}", next_step="install the extra `tokenize`", key=SETTING
         ) from error
-
-
-__all__ = ["Inexact", "Tokenizer", "load"]

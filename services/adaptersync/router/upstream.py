@@ -1,10 +1,8 @@
-"""What passes between a request here and a request to a replica: which headers go on, how much of an answer is read."""
+"""What passes between a request here and a request to a replica: which headers go on, and which come back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from aiohttp import ClientPayloadError, ClientResponse
 
 from adaptersync.router.connection import Answer
 from adaptersync.router.request import Pair, Request
@@ -55,13 +53,3 @@ def retry_after(answer: Answer) -> float:
 def with_retry_after(pairs: Sequence[Pair], wait_s: float) -> list[Pair]:
     """This one in place of the replica's."""
     return [*(pair for pair in pairs if pair[0] != b"retry-after"), (b"retry-after", b"%d" % wait_s)]
-
-
-async def read_whole(answer: ClientResponse, limit: int) -> bytes:
-    """The body of an answer that must not be larger than `limit` bytes; ClientPayloadError when it is."""
-    body = bytearray()
-    async for chunk in answer.content.iter_any():
-        body += chunk
-        if len(body) > limit:
-            raise ClientPayloadError("answer is larger than the limit")
-    return bytes(body)

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from adaptersync.router.asked import Asked
 from adaptersync.router.ownership import Ownership
+from adaptersync.router.policy import Policy
 from adaptersync.router.prompts import Reader
 from adaptersync_core.blocks import block_hashes
 from adaptersync_core.config import RouterSection
@@ -55,6 +56,7 @@ class Settings(Struct, frozen=True, kw_only=True):
 
     blocks: int = 10_000_000
     prompts: int = 40
+    policy: Policy = RouterSection().policy
 
 
 class ChoiceResult(Result, frozen=True, kw_only=True):
@@ -80,7 +82,7 @@ class _Bench:
             self._pipe,
             self._keys,
             router="router-0",
-            policy=self._router.policy,
+            policy=settings.policy,
             spill=self._router.spill,
             blocks_per_version=self._router.blocks_per_version,
         )
@@ -127,7 +129,9 @@ class _Bench:
             hashes = self._hashes(version, self._prompt(tokens))
             for found in (first, again):
                 await self._client.command("SLOWLOG", "RESET")
-                choice = await self._ownership.choose(version, hashes, candidates, int(hashes[-1][:7], 16))
+                choice = await self._ownership.choose(
+                    version, hashes, candidates, int(hashes[-1][:7], 16), block_size=BLOCK_SIZE
+                )
                 if choice.outcome == "local":
                     raise TimeoutError(f"the server did not decide: {name}")
                 found.append(await self._script_s())

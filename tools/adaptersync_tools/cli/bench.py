@@ -6,6 +6,7 @@ import contextlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,6 +14,9 @@ from adaptersync_tools.bench.result import show
 from adaptersync_tools.cli.common import json_option
 from adaptersync_tools.cli.local import interrupt_on_sigterm
 from adaptersync_tools.output import Narrator, console
+
+if TYPE_CHECKING:
+    from adaptersync.router.policy import Policy
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - below it, in a directory of our own
 
@@ -326,8 +330,15 @@ def policy(as_json: bool, requests: int, rounds: int, spill: int) -> int:
     help="In the tables beside which it is measured; about 100 bytes each.",
 )
 @click.option("--prompts", type=click.IntRange(1, 10_000), default=40, show_default=True, help="Of each kind.")
+@click.option(
+    "--policy",
+    type=click.Choice(("promise", "expected", "threshold")),
+    default="promise",
+    show_default=True,
+    help="As the setting router.policy.",
+)
 @keep_option
-def choice(as_json: bool, blocks: int, prompts: int, keep: Path | None) -> int:
+def choice(as_json: bool, blocks: int, prompts: int, policy: Policy, keep: Path | None) -> int:
     """Measure what one choice of a replica costs.
 
     The cache server's time for the script that decides, by its own slow log: for prompts of 128 to 32k tokens, 2 to 256
@@ -341,7 +352,7 @@ def choice(as_json: bool, blocks: int, prompts: int, keep: Path | None) -> int:
     """
     from adaptersync_tools.bench import choice as measured
 
-    settings = measured.Settings(blocks=blocks, prompts=prompts)
+    settings = measured.Settings(blocks=blocks, prompts=prompts, policy=policy)
     with workplace(keep) as (directory, narrator):
         result = measured.run(settings, directory, narrator)
     return show(result, as_json=as_json)

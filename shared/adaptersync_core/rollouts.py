@@ -158,6 +158,7 @@ class Ended:
         self.count = 0
 
     async def read(self, registry: Registry) -> int:
-        async for self._after, rows in pages(registry, self._after):
+        async for after, rows in pages(registry, self._after):
+            self._after = after
             self.count += sum(row.outcome != OPEN for row in rows)
         return self.count

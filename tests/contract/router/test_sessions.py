@@ -193,7 +193,7 @@ async def test_what_the_server_lost_or_has_otherwise_is_written_again(cache_url:
     assert await pipe.call("GET", keys.session(name)) == f"{V1} r0"
     # nothing new, nothing written
     assert await sessions.read(name) == here
-    await pipe.call("SET", keys.session(name), "as it was")
+    await pipe.call("SET", keys.session(name), "as it was", "PX", 60_000)
     sessions.keep(name, here)
     assert await pipe.call("GET", keys.session(name)) == "as it was"
     await pipe.close()

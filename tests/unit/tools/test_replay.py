@@ -138,7 +138,7 @@ def test_by_expected_a_prompt_goes_past_one_that_is_prefilled(
 
 def test_what_a_prompt_shares_with_the_one_that_it_goes_on_from_is_not_prefilled_again() -> None:
     first = row("a", 10.0, 0.1, blocks=1000, chain="00000000000000a8", routing="cold", owned_blocks=0, block_size=16)
-    onward = {"blocks": 1004, "chain": "1000:00000000000000a8 00000000000000ac", "block_size": 16}
+    onward: dict[str, Any] = {"blocks": 1004, "chain": "1000:00000000000000a8 00000000000000ac", "block_size": 16}
     more = row("b", 13.0, 0.1, routing="affinity", owned_blocks=1000, **onward)
     other = row("c", 13.2, 0.1, blocks=4, chain="00000000000000b4", routing="cold", owned_blocks=0, block_size=16)
     presence = Presence()

@@ -43,6 +43,7 @@ class Pipe:
         self._line: _Line | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._closed = False
+        self._complained = False  # of a call that nobody waits for, in this life of the connection
 
     @property
     def connected(self) -> bool:
@@ -53,6 +54,7 @@ class Pipe:
         try:
             async with asyncio.timeout(self._timeout_s):
                 self._line = await self._open()
+            self._complained = False
         except (OSError, TimeoutError) as error:
             raise self._away(str(error) or "no answer in time") from error
 
@@ -64,12 +66,12 @@ class Pipe:
         return await line.send(arguments)
 
     def tell(self, *arguments: Argument) -> None:
-        """A call that nobody waits for; whether it did anything is not said."""
+        """A call that nobody waits for; the first that a server refuses is logged."""
         line = self._line
         if line is None or line.broken:
             self._reconnect()
         else:
-            line.send(arguments).add_done_callback(_unheeded)
+            line.send(arguments).add_done_callback(self._unheeded)
 
     async def calls(self, commands: Iterable[Sequence[Argument]]) -> list[Any]:
         """Many calls in one go; each reply, or the ControlError that took its place."""
@@ -86,6 +88,13 @@ class Pipe:
             if "NOSCRIPT" not in error.reason:
                 raise
         return await self.call("EVAL", script.source, len(keys), *keys, *arguments)
+
+    def _unheeded(self, future: asyncio.Future[Any]) -> None:
+        error = None if future.cancelled() else future.exception()
+        # that a server is away is said where it is connected to anew
+        if error is not None and not isinstance(error, ControlUnavailable) and not self._complained:
+            self._complained = True
+            log.warning("what nobody waits for is not done: %s; redis=%s", error, self.where)
 
     async def close(self) -> None:
         self._closed = True
@@ -246,11 +255,6 @@ class _Line(asyncio.Protocol):
                 self.end("no answer in time")
             else:
                 self._watch = self._loop.call_at(due, self._check)
-
-
-def _unheeded(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()
 
 
 def _refused(text: str) -> ControlError:

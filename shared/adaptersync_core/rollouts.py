@@ -21,7 +21,7 @@ UNKNOWN = "unknown"
 NEVER_ENDED = "nothing says how it ended"
 LABEL = 128  # characters of a name that a client gave
 PAGE = 1000
-FIELD = "row"  # of an entry, its only one: the row as JSON, as it came from the spool
+FIELD = "row"  # of an entry, its only one: the row as JSON, as it came from the spool; former entries have one for each
 
 Fields = Mapping[str, str]
 log = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ class Row(Struct, kw_only=True, omit_defaults=True):
     before `replica`, each with why it did not do, when `attempts` are several. `session` stands for the session of its
     run that it was asked in. `predicted_tokens` were expected to be cached there. What else routing went by: `weight`
     sequences, `alike` of them of a prompt of so many `blocks`, of which `boilerplate` were everybody's; `chain` is its
-    hash, with "known:hash " before it where the prompt goes on from one that was known. A row may be without what came
-    after it was opened. A router fills it as it goes.
+    hash, with "known:hash " before it where the prompt goes on from one that was known; a block is of `block_size`
+    tokens, or bytes. A row may be without what came after it was opened. A router fills it as it goes.
     """
 
     request_id: str
@@ -71,6 +71,7 @@ class Row(Struct, kw_only=True, omit_defaults=True):
     blocks: int = 0
     boilerplate: int = 0
     chain: str = ""
+    block_size: int = 0
     weight: int = 1
     alike: int = 1
     substituted: str = ""
@@ -82,11 +83,12 @@ _decoder = msgspec.json.Decoder(Row)
 
 
 def decode(fields: Fields) -> Row | None:
-    """The row of an entry; None where it cannot be read."""
+    """The row of an entry, of the former form as well; None where it cannot be read."""
     try:
-        return _decoder.decode(fields.get(FIELD, ""))
-    except (msgspec.DecodeError, UnicodeEncodeError) as error:
-        log.warning("ledger entry is left out, it cannot be read: %s", error)
+        if FIELD in fields:
+            return _decoder.decode(fields[FIELD])
+        return msgspec.convert(fields, Row, strict=False)
+    except (msgspec.DecodeError, UnicodeEncodeError):
         return None
 
 
@@ -114,20 +116,32 @@ def _concluded(row: Row, voided: Collection[str]) -> Row:
     return replace(row, voided=True) if row.version in voided else row
 
 
-async def pages(registry: Registry) -> AsyncIterator[list[Row | None]]:
-    """The whole ledger as it stands, a page at a time."""
-    after = "-"
+async def pages(registry: Registry, after: str = "-") -> AsyncIterator[tuple[str, list[Row]]]:
+    """The ledger as it stands, from `after` on, a page at a time, each with where the next begins.
+
+    How many entries cannot be read is said once, at the end.
+    """
+    unread, first = 0, ""
     while page := await registry.client.command("XRANGE", registry.keys.rollouts, after, "+", "COUNT", PAGE):
-        yield [decode(fields) for _, fields in page]
+        rows: list[Row] = []
+        for entry, fields in page:
+            row = decode(fields)
+            if row is not None:
+                rows.append(row)
+            else:
+                unread, first = unread + 1, first or entry
         after = f"({page[-1][0]}"
+        yield after, rows
+    if unread:
+        log.warning("%d ledger entries cannot be read and are left out; see XRANGE from entry=%s", unread, first)
 
 
 async def read_rollouts(registry: Registry) -> list[Row]:
     """The whole ledger, joined with what became of the versions since."""
-    rows: list[Row | None] = []
-    async for page in pages(registry):
+    rows: list[Row] = []
+    async for _, page in pages(registry):
         rows += page
-    served = sorted({row.version for row in rows if row is not None and row.run and row.version})
+    served = sorted({row.version for row in rows if row.run and row.version})
     voided: set[str] = set()
     for first in range(0, len(served), PAGE):
         names = served[first : first + PAGE]
@@ -144,8 +158,7 @@ class Ended:
         self.count = 0
 
     async def read(self, registry: Registry) -> int:
-        while page := await registry.client.command("XRANGE", registry.keys.rollouts, self._after, "+", "COUNT", PAGE):
-            rows = [decode(fields) for _, fields in page]
-            self.count += sum(row is not None and row.outcome != OPEN for row in rows)
-            self._after = f"({page[-1][0]}"
+        async for after, rows in pages(registry, self._after):
+            self._after = after
+            self.count += sum(row.outcome != OPEN for row in rows)
         return self.count

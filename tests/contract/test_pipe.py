@@ -131,3 +131,17 @@ async def test_nobody_there_is_said_at_once() -> None:
     await pipe.close()
     with pytest.raises(ConfigError):
         Pipe("http://127.0.0.1", name="test", timeout_s=1.0)
+
+
+async def test_the_first_that_is_refused_and_not_waited_for_is_logged(
+    pipe: Pipe, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        pipe.tell("SET", "a")
+    assert await pipe.call("ECHO", "next") == "next"
+    (record,) = caplog.records
+    assert "wrong number of arguments" in record.getMessage()
+    await pipe.connect()  # another life of it may be another's fault
+    pipe.tell("SET", "a")
+    assert await pipe.call("ECHO", "next") == "next"
+    assert len(caplog.records) == 2

@@ -17,6 +17,7 @@ import pytest
 from support.source import REPOSITORY
 
 FOUND: list[dict[str, str]] = tomllib.loads((REPOSITORY / "tests/data/mutations.toml").read_text())["mutation"]
+ROOTS = ("services", "shared", "tools")
 FAILED = 1  # pytest's exit code for tests that failed; 2 and more mean that it could not run them
 
 
@@ -31,11 +32,11 @@ def test_the_list_knows_the_rules_as_they_are() -> None:
 @pytest.mark.mutation
 @pytest.mark.parametrize("mutation", FOUND, ids=[one["breaks"] for one in FOUND])
 def test_a_broken_rule_is_noticed(mutation: dict[str, str], tmp_path: Path) -> None:
-    for root in ("services", "shared"):
+    for root in ROOTS:
         shutil.copytree(REPOSITORY / root, tmp_path / root, ignore=shutil.ignore_patterns("__pycache__"))
     path = tmp_path / mutation["file"]
     path.write_text(path.read_text().replace(mutation["old"], mutation["new"]))
-    packages = [str(tmp_path / "services"), str(tmp_path / "shared"), str(REPOSITORY / "tools")]
+    packages = [str(tmp_path / root) for root in ROOTS]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", mutation["test"]],
         cwd=REPOSITORY,

@@ -2,9 +2,10 @@
 
 Requests begin and end when they did; only the choice is made anew, with what it knows built up from the same traffic.
 A replica that was asked for something within a minute could have been chosen, unless it had just failed. A replay does
-not see: what engines said of their caches, further prompts of one request, tables that routers forgot for want of
-room, and that another choice would have taken another time. Ledgers of any length are read in bounded memory, twice:
-first for who was there.
+not see: what engines said of their caches, how fast they prefill (`expected` takes all for equally fast), further
+prompts of one request, tables that routers forgot for want of room, and that another choice would have taken another
+time. Rows that do not say how large a block is, of former routers, join no queue. Ledgers of any length are read in
+bounded memory, twice: first for who was there.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from adaptersync.router.books import Books
-from adaptersync.router.ownership import GATHER_S
+from adaptersync.router.ownership import GATHER_S, block_tokens
 from adaptersync.router.policy import Outcome, Policy
 from adaptersync.router.promises import Repeats
+from adaptersync.router.queues import RATE, SECOND_US, Queues
 from adaptersync_core.rollouts import OPEN, Row
 
 LATE_S = 30.0  # a row is in the ledger so soon after its request began: one that takes long is told of before it ends
@@ -37,6 +39,7 @@ class Figures(Struct, kw_only=True):
     `warm_percent`: blocks of prompts expected to be cached where they went. `largest`: most sequences in flight at one
     replica. `imbalance`: those at the busiest over the mean, on average over arrivals. `elsewhere`: requests that
     would have gone to another replica, each as things stood when it came: all that went before, as recorded.
+    `tokens_per_s`: so fast every replica was taken to prefill, where the policy asks.
     """
 
     policy: str
@@ -47,6 +50,7 @@ class Figures(Struct, kw_only=True):
     imbalance: float = 1.0
     spilled: int = 0
     elsewhere: int = 0
+    tokens_per_s: int | None = None
 
 
 class Event(Struct, frozen=True, order=True):
@@ -131,7 +135,7 @@ class _Fleet:
     """What is in flight where, when requests went where somebody says."""
 
     def __init__(self, policy: str = RECORDED, spill: int | None = None) -> None:
-        self.figures = Figures(policy=policy, spill=spill)
+        self.figures = Figures(policy=policy, spill=spill, tokens_per_s=RATE if policy == "expected" else None)
         self.inflight: Counter[str] = Counter()
         self._at: dict[str, str] = {}
         self._blocks = self._warm = self._imbalance = 0.0
@@ -162,12 +166,13 @@ class _Fleet:
 
 
 class _Shelf:
-    """The books of each version, over what is in flight of all of them."""
+    """The books of each version, over what is in flight and queued of all of them."""
 
     def __init__(self, policy: Policy, spill: int, inflight: Counter[str]) -> None:
         self._policy: Policy = policy
         self._spill = spill
         self._inflight = inflight
+        self._queues = Queues()
         self._books: OrderedDict[str, Books] = OrderedDict()
         self._repeats: dict[str, Repeats] = {}
 
@@ -176,6 +181,7 @@ class _Shelf:
         if books is None:
             books = self._books[row.version] = Books(policy=self._policy, spill=self._spill)
             books.inflight = self._inflight
+            books.queues = self._queues
             books.repeats = self._repeats.setdefault(row.run or row.version, Repeats())
             if len(self._books) > VERSIONS:
                 self._books.popitem(last=False)
@@ -194,32 +200,37 @@ class _Anew:
         self._recorded = _Shelf(policy, spill, recorded.inflight)
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
-    def begin(self, row: Row, candidates: Sequence[str], turn: int) -> None:
+    def begin(self, row: Row, at: float, candidates: Sequence[str], turn: int) -> None:
         hashes, ends = _chain(row)
+        now_us, tokens = round(at * SECOND_US), block_tokens(hashes, row.block_size)
+        kept = self._sessions.get(row.session, "")
         choice = self._own.of(row).route(
-            hashes, candidates, turn, row.weight, row.alike, self._sessions.get(row.session, "")
+            hashes, candidates, turn, row.weight, row.alike, kept, now_us=now_us, tokens=tokens, ends=ends
         )
         if row.session:
             self._sessions[row.session] = choice.replica
             self._sessions.move_to_end(row.session)
             if len(self._sessions) > SESSIONS:
                 self._sessions.popitem(last=False)
-        warm = ends[choice.boilerplate + choice.owned - 1] if choice.owned else row.boilerplate
+        warm = ends[choice.boilerplate + choice.owned] if choice.owned else row.boilerplate
         spilled = choice.outcome == "spill"
         self.fleet.begun(row, choice.replica, warm=warm, spilled=spilled, candidates=candidates)
         # and what was recorded, followed: only the choice is this policy's
         books = self._recorded.of(row)
         kept = row.replica if row.routing == "session" else ""
-        would = books.decide(hashes, candidates, turn, kept)
+        would = books.decide(hashes, candidates, turn, kept, now_us=now_us, tokens=tokens, ends=ends)
         self.fleet.figures.elsewhere += would.replica != row.replica
         outcome = row.routing if row.routing in get_args(Outcome) else would.outcome
-        went = replace(would, replica=row.replica, outcome=outcome)
-        books.note(hashes, candidates, went, 0, row.alike)  # the recorded fleet counts it in flight
+        known = sum(end <= row.boilerplate + (row.owned_blocks or 0) for end in ends[1:])  # where it went
+        owned = max(known - would.boilerplate, 0)
+        went = replace(would, replica=row.replica, outcome=outcome, owned=owned)
+        # the recorded fleet counts it in flight
+        books.note(hashes, candidates, went, 0, row.alike, now_us=now_us, tokens=tokens, ends=ends)
 
 
 def _chain(row: Row) -> tuple[list[str], list[int]]:
-    """Hashes that tell the prompt from others, and after how many of its blocks each stands."""
-    hashes, ends = [], []
+    """Hashes that tell the prompt from others, and after how many of its blocks each stands; first the boilerplate."""
+    hashes, ends = [], [row.boilerplate]
     for part in row.chain.split():
         place, _, name = part.rpartition(":")
         hashes.append(name)
@@ -256,7 +267,7 @@ class Replay:
         last = row.chain.rpartition(" ")[2]
         turn = int(last[:7], 16) if last else event.number
         for each in self._anew:
-            each.begin(row, candidates, turn)
+            each.begin(row, event.at, candidates, turn)
         recorded.inflight[row.replica] += row.weight
         warm = row.boilerplate + (row.owned_blocks or 0)
         recorded.begun(row, row.replica, warm=warm, spilled=row.routing == "spill", candidates=candidates)

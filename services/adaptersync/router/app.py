@@ -155,6 +155,7 @@ async def _serving(
         name=name,
         capacity=settings.spool_bytes,
         kept=settings.kept_bytes,
+        metrics=metrics,
     )
     proxy = Proxy(
         name=name,

@@ -40,11 +40,16 @@ class Books:
         *,
         now_us: int = 0,
         tokens: int = 0,
+        ends: Sequence[int] = (),
     ) -> Choice:
         """A request of `weight` sequences, `alike` of them of the prompt that `hashes` tell of, in blocks of `tokens`
-        (0: no queue is kept); its session has `kept`."""
-        choice = self.decide(hashes, candidates, turn, kept, now_us=now_us, tokens=tokens)
-        self.note(hashes, candidates, choice, weight, alike, now_us=now_us, tokens=tokens)
+        (0: no queue is kept); its session has `kept`.
+
+        Where hashes stand for more blocks than one, `ends` says after how many each does, and before them how many are
+        everybody's anyway.
+        """
+        choice = self.decide(hashes, candidates, turn, kept, now_us=now_us, tokens=tokens, ends=ends)
+        self.note(hashes, candidates, choice, weight, alike, now_us=now_us, tokens=tokens, ends=ends)
         return choice
 
     def decide(
@@ -56,8 +61,10 @@ class Books:
         *,
         now_us: int = 0,
         tokens: int = 0,
+        ends: Sequence[int] = (),
     ) -> Choice:
         """The choice alone."""
+        ends = ends or range(len(hashes) + 1)
         known = self._known(hashes)
         common = boilerplate(known, hashes)
         depth = owned(known, common)
@@ -74,8 +81,8 @@ class Books:
                     inflight=self.inflight[name],
                     promised=self.promises.by_replica[name],
                     wait_us=self.queues.wait_us(name, now_us) if tokens else 0,
-                    prefill_us=self.queues.takes_us(name, (len(hashes) - common - mine) * tokens),
-                    again_us=self.queues.takes_us(name, (deepest - mine) * tokens),
+                    prefill_us=self.queues.takes_us(name, (ends[-1] - ends[common + mine]) * tokens),
+                    again_us=self.queues.takes_us(name, (ends[common + deepest] - ends[common + mine]) * tokens),
                 )
             )
         choice = choose(standings, policy=self.policy, spill=self.spill, turn=turn, kept=kept)
@@ -91,13 +98,15 @@ class Books:
         *,
         now_us: int = 0,
         tokens: int = 0,
+        ends: Sequence[int] = (),
     ) -> None:
         """The request goes where `choice` says."""
+        ends = ends or range(len(hashes) + 1)
         if self.policy != "threshold":
             self.promises.note(hashes, choice, self.repeats, inflight=self._busy(candidates), alike=alike)
         self.inflight[choice.replica] += weight
         known, common = self._known(hashes), choice.boilerplate
-        new = (len(hashes) - common - choice.owned) * tokens
+        new = (ends[-1] - ends[common + choice.owned]) * tokens
         self.queues.join(choice.replica, self.queues.takes_us(choice.replica, new), now_us)
         for place, name in enumerate(hashes):
             before = known[place] if place < len(known) else Block(child="", owners=())

@@ -15,6 +15,7 @@ from adaptersync_core import headers
 from adaptersync_core.rollouts import LABEL, Row
 
 REASON = 200  # characters of a reason that are kept
+TRIED = 8  # replicas that did not do are named, of others the number: a row has its bounds
 
 _REQUEST_ID = headers.REQUEST_ID.encode()
 _VERSION = headers.VERSION.encode()
@@ -73,6 +74,10 @@ class Call:
         row.run, row.version, row.digest, row.generation = target.run, target.model, target.digest, generation
         row.hold_s = time.monotonic() - self.started
 
+    def held(self, since: float) -> None:
+        """Once more, for a version that every replica had lost."""
+        self.row.hold_s = (self.row.hold_s or 0.0) + time.monotonic() - since
+
     def routed(self, choice: Choice, chains: Chains, block_size: int, took_s: float) -> None:
         """By the first of its `chains`, of which two hashes are recorded.
 
@@ -84,7 +89,7 @@ class Call:
         row.replica, row.routing, row.owned_blocks = choice.replica, choice.outcome, choice.owned
         row.weight, row.blocks, row.boilerplate = choice.weight, len(hashes), choice.boilerplate
         if hashes:
-            row.chain = hashes[-1]
+            row.chain, row.block_size = hashes[-1], block_size
             if choice.boilerplate < choice.known < len(hashes):
                 row.chain = f"{choice.known}:{hashes[choice.known - 1]} {row.chain}"
         if tokens and choice.outcome != "local":
@@ -95,8 +100,12 @@ class Call:
 
     def failed(self, kind: str) -> None:
         """The replica that it was routed to did not do."""
-        said = f"{self.row.replica} {kind}"
-        self.row.tried = f"{self.row.tried}, {said}" if self.row.tried else said
+        row, said = self.row, f"{self.row.replica} {kind}"
+        if row.attempts > TRIED:
+            named = row.tried.split(", ")[:TRIED]
+            row.tried = ", ".join([*named, f"and {row.attempts - TRIED} more"])
+        else:
+            row.tried = f"{row.tried}, {said}" if row.tried else said
 
     def answered(self, tail: bytes) -> None:
         """By a replica, with these bytes at the end."""

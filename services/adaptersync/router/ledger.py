@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from adaptersync.router.handed import NOTHING, Handed, Taken
+from adaptersync.router.metrics import Metrics
 from adaptersync.router.spool import RECORD_BYTES, Record, Spool, own_and_left
 from adaptersync_core.bus import Bell
 from adaptersync_core.errors import ControlError, ControlUnavailable
@@ -56,35 +57,33 @@ class Opened(msgspec.Struct, gc=False):
 
 
 class Ledger:
-    """`lost` counts requests that were served without a row, `untold` refusals without one: there was no room.
+    """What it counts, it counts in `metrics`."""
 
-    `rewritten` counts rows that Redis had, and lost.
-    """
-
-    def __init__(self, pipe: Pipe, stream: str, *, spool: Spool, left: list[Spool], handed: Handed) -> None:
+    def __init__(
+        self, pipe: Pipe, stream: str, *, spool: Spool, left: list[Spool], handed: Handed, metrics: Metrics
+    ) -> None:
         """`left` are spools of routers that are gone: they are emptied and removed."""
         self._pipe = pipe
         self._stream = stream
         self._spool = spool
         self._left = left
         self._handed = handed
+        self._metrics = metrics
         self._waiting: deque[Waiting] = deque()
         self._opened: dict[str, Opened] = {}
         self._untold: deque[Opened] = deque()
         self._bell = Bell()
-        self.written = 0
-        self.lost = 0
-        self.untold = 0
-        self.rewritten = 0
         for each in (spool, *left):
             self._take_over(each)
 
     @classmethod
-    async def at(cls, pipe: Pipe, stream: str, *, directory: Path, name: str, capacity: int, kept: int) -> Ledger:
+    async def at(
+        cls, pipe: Pipe, stream: str, *, directory: Path, name: str, capacity: int, kept: int, metrics: Metrics
+    ) -> Ledger:
         """A ledger with its spool in `directory`, and `kept` bytes for rows that Redis has; StoreError without room."""
         spool, left = await asyncio.to_thread(own_and_left, directory, name, capacity)
         handed = await Handed.at(directory / "kept", name=name, capacity=kept)
-        return cls(pipe, stream, spool=spool, left=left, handed=handed)
+        return cls(pipe, stream, spool=spool, left=left, handed=handed, metrics=metrics)
 
     @property
     def waiting(self) -> int:
@@ -126,14 +125,11 @@ class Ledger:
         """Record how a request ended; `sent` when a replica was asked."""
         opened = self._opened.pop(row.request_id, None)
         record = self._spool.append(_encode(row)) if opened is not None or not self.full else None
-        if record is None:
-            if sent:
-                self.lost += 1
-            else:
-                self.untold += 1
-            return
         if opened is not None:
-            opened.ended = opened.record.done = True
+            opened.ended = opened.record.done = True  # also where the end has no room: it would be in the way for ever
+        if record is None:
+            self._metrics.count("ledger_lost" if sent else "ledger_untold")
+            return
         self._waiting.append(Waiting(self._spool, record))
         self._bell.ring()
 
@@ -199,7 +195,7 @@ class Ledger:
                 if each.record.done:
                     taken.append((reply, row))
             self._waiting.extendleft(each for each in reversed(ended) if not each.record.done)
-            self.written += len(taken)
+            self._metrics.count("ledger_written", by=len(taken))
             if not any(isinstance(reply, ControlError) for reply in seen):
                 await self._write_again(asked, [bool(reply) for reply in seen])
             self._handed.take(taken)
@@ -214,7 +210,7 @@ class Ledger:
         lost = self._handed.answered(asked, found, trimmed=trimmed)
         if lost:
             log.warning("Redis lost %d ledger rows; they are written again", len(lost))
-        self.rewritten += len(lost)
+        self._metrics.count("ledger_rewritten", by=len(lost))
         self._waiting.extend(Waiting(each.spool, each.record) for each in lost)
 
     async def _trimmed(self) -> str | None:

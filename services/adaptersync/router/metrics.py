@@ -33,6 +33,10 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "predicted_tokens": ("Prompt tokens expected to be cached, where replicas report how many were", _SERVED),
     "cached_tokens": ("Prompt tokens that replicas report as cached", _SERVED),
     "prompt_tokens": ("Prompt tokens that replicas report", _SERVED),
+    "ledger_written": ("Ledger rows written", ()),
+    "ledger_rewritten": ("Ledger rows that Redis had and lost, and that are written again", ()),
+    "ledger_lost": ("Requests served without a ledger row: there was no room", ()),
+    "ledger_untold": ("Refusals without a ledger row: there was no room", ()),
 }
 HISTOGRAMS: Mapping[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
     "hold_seconds": ("Wait for a version to become current", (), _COARSE),
@@ -49,9 +53,6 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...], Callable[[Iterable[float]], flo
     "table_generation": ("Generation of the table served", (), min),
     "table_age_seconds": ("Time since the table was last read", (), max),
     "ledger_waiting": ("Ledger rows not yet written", (), sum),
-    "ledger_written": ("Ledger rows written since the start", (), sum),
-    "ledger_lost": ("Requests served without a ledger row since the start", (), sum),
-    "ledger_untold": ("Refusals without a ledger row since the start", (), sum),
     "ledger_spool_bytes": ("Bytes of the spool that rows take", (), sum),
     "cache_reachable": ("1 when prefix ownership can be asked for", (), min),
 }
@@ -121,11 +122,16 @@ class Metrics:
         """For other workers, and for who follows this one."""
         return msgspec.msgpack.encode(self.figures)
 
-    def text(self, others: Iterable[bytes] = ()) -> bytes:
-        """What Prometheus reads, of this worker and those whose numbers are given."""
-        registry = CollectorRegistry()
-        registry.register(_Sum([self.figures, *(_decode(other) for other in others)]))
-        return generate_latest(registry)
+    def counted(self, name: str) -> int:
+        """So often, under whatever labels."""
+        return int(sum(self.figures.counters[name].values()))
+
+
+def text(encoded: Iterable[bytes]) -> bytes:
+    """What Prometheus reads, of all workers that these figures are of; of large groups this takes its time."""
+    registry = CollectorRegistry()
+    registry.register(_Sum([_decode(each) for each in encoded]))
+    return generate_latest(registry)
 
 
 def _empty(name: str) -> Histogram:

@@ -194,7 +194,7 @@ class Ownership:
             alike,
             kept,
             explained,
-            _tokens(hashes, block_size) if self._policy == "expected" else 0,
+            block_tokens(hashes, block_size) if self._policy == "expected" else 0,
             len(candidates),
             *candidates,
             *hashes,
@@ -231,6 +231,6 @@ def _standings(candidates: Sequence[str], numbers: Sequence[int]) -> tuple[Stand
     )
 
 
-def _tokens(hashes: Sequence[str], block_size: int) -> int:
+def block_tokens(hashes: Sequence[str], block_size: int) -> int:
     """About how many tokens are in one of these blocks."""
     return -(-block_size // TOKEN_BYTES) if hashes and hashes[-1].endswith(BY_BYTES) else block_size

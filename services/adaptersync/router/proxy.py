@@ -218,7 +218,10 @@ class Proxy:
                 raise course.end()
             if not leg.candidates:
                 reason = "version is not loaded by any replica that should hold it"
-                await self._admission.wait(call.row.asked, reason, leg.deadline)
+                try:
+                    await self._admission.wait(call.row.asked, reason, leg.deadline)
+                finally:
+                    call.held(now)
                 continue
             try:
                 return await self._ask(request, call, target, body, sent, chains, kept, leg, wait_s=course.wait_s)
@@ -265,7 +268,7 @@ class Proxy:
             if call.row.session and self._sessions is not None:
                 # a turn that finds out whether a replica is back does not take its session along
                 home = kept.replica if leg.trial and kept.replica else choice.replica
-                self._sessions.keep(call.row.session, kept, Kept(target.model, home))
+                self._sessions.keep(call.row.session, Kept(target.model, home))
             self._metrics.count("routed", choice.outcome, choice.replica)
             return await self._send(request, call, target, choice.replica, body, sent, last=leg.last, wait_s=wait_s)
         finally:

@@ -1,9 +1,9 @@
 """What a session has: the version it is served by and the replica it is cached at, shared by all routers of a group.
 
 A session is what a client names so, of one run: it can carry no version from one run to another. A turn reads once and
-writes, without waiting, only what has changed. Where the cache server is away, or has forgotten, goes what this router
-itself knows of its latest sessions; what the cache server says counts more. Nothing here keeps a version alive: it
-leaves with the window, and the session goes on with the current one.
+writes, without waiting, only what the cache server does not have. Where that is away, or has forgotten, goes what this
+router itself knows of its latest sessions; what the cache server says counts more. Nothing here keeps a version alive:
+it leaves with the window, and the session goes on with the current one.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ class Kept(Struct, frozen=True, gc=False):
 NONE = Kept()
 
 
+class _Own(Struct, gc=False):
+    """What this router knows by itself, until when, and what the cache server was last seen to hold (None: nothing)."""
+
+    kept: Kept = NONE
+    until: float = 0.0
+    held: Kept | None = None
+
+
 def session_name(said: bytes, run: str) -> str:
     """What stands for a client's session in `run`, in keys and in ledger rows."""
     return blake2b(b"%b\0%b" % (run.encode(), said), digest_size=NAME_BYTES).hexdigest()
@@ -57,7 +65,7 @@ class Sessions:
         self._pipe = pipe
         self._keys = keys
         self._keep_s = keep_s
-        self._own: OrderedDict[str, tuple[Kept, float]] = OrderedDict()  # those used last at the end; until when
+        self._own: OrderedDict[str, _Own] = OrderedDict()  # those used last at the end
 
     async def read(self, session: str) -> Kept:
         """What it has; its time begins anew."""
@@ -65,20 +73,28 @@ class Sessions:
             told = await self._pipe.call("GETEX", self._keys.session(session), "PX", self._keep_ms)
         except ControlError:
             told = None
+        own = self._of(session)
+        own.held = None
         if told is not None:
             version, _, replica = told.partition(" ")
-            return Kept(version, replica)
-        kept, until = self._own.get(session, (NONE, 0.0))
-        return kept if time.monotonic() < until else NONE
+            own.held = Kept(version, replica)
+            return own.held
+        return own.kept if time.monotonic() < own.until else NONE
 
-    def keep(self, session: str, before: Kept, now: Kept) -> None:
-        """It had `before`, as it was read, and from this turn on it has `now`."""
-        self._own[session] = now, time.monotonic() + self._keep_s
+    def keep(self, session: str, now: Kept) -> None:
+        """From this turn on it has `now`; a turn that is sent to several replicas says so for each."""
+        own = self._of(session)
+        own.kept, own.until = now, time.monotonic() + self._keep_s
+        if now != own.held:
+            self._pipe.tell("SET", self._keys.session(session), f"{now.version} {now.replica}", "PX", self._keep_ms)
+            own.held = now  # where that is refused, the next turn will see
+
+    def _of(self, session: str) -> _Own:
+        own = self._own.setdefault(session, _Own())
         self._own.move_to_end(session)
         if len(self._own) > OWN:
             self._own.popitem(last=False)
-        if now != before:
-            self._pipe.tell("SET", self._keys.session(session), f"{now.version} {now.replica}", "PX", self._keep_ms)
+        return own
 
     @property
     def _keep_ms(self) -> int:

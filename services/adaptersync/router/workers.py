@@ -28,7 +28,7 @@ import uvloop
 
 from adaptersync_core.errors import AdapterSyncError, ConfigError
 
-SHARE_BYTES = 256 << 10  # of figures of one worker: a group of a thousand replicas has them
+SHARE_BYTES = 4 << 20  # of figures of one worker: a thousand replicas need an eighth; what is not touched costs nothing
 SLOTS = 2  # of a share, written in turn: who is killed while it writes leaves what it had left before
 PUT_S = 1.0  # between two times a worker leaves its figures
 AGAIN_S = 0.5  # before one that died is replaced
@@ -50,11 +50,15 @@ class Shares:
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self._memory = mmap.mmap(-1, workers * SLOTS * SHARE_BYTES)
+        self._complained = False
 
     def put(self, worker: int, data: bytes) -> None:
+        """What is too long leaves nothing: old figures would be taken for those of now."""
         if len(data) > SHARE_BYTES - _HEAD.size:
-            log.warning("figures of worker %d are too many to be shared: %d bytes", worker, len(data))
-            return
+            if not self._complained:
+                log.warning("figures of worker %d are too many to be shared: %d bytes", worker, len(data))
+            self._complained = True
+            data = b""
         number = self._latest(worker)[0] + 1
         start = (worker * SLOTS + number % SLOTS) * SHARE_BYTES
         self._memory[start + _HEAD.size : start + _HEAD.size + len(data)] = data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 
 from adaptersync_core.records import Ack, ReplicaReport
 from adaptersync_core.registry import Registry
@@ -76,14 +77,17 @@ async def test_when_all_lost_it_requests_are_held_until_one_has_it_again(fleet: 
         asking = [asyncio.create_task(fleet.complete(name, LONG)) for name in ("run-a", V1, V1)]
         await wait_until(lambda: _told(fleet, {name: [V1] for name in fleet.replicas}))
         await wait_until(lambda: _held(fleet, 3))
+        began = time.monotonic()
         back = fleet.replicas["replica-1"]
         back.holds = None
         await asyncio.sleep(0.002)  # the server dates by the millisecond
+        held_s = time.monotonic() - began
         await _say(fleet, back, V1, accepts=V1)
         answers = await asyncio.gather(*asking)
         assert {(each.status, each.headers["x-adaptersync-replica"]) for each in answers} == {(200, back.name)}
         rows = await fleet.rows(3)
         assert {(row["outcome"], row["version"], row["replica"]) for row in rows} == {("ok", V1, back.name)}
+        assert all(float(row["hold_s"]) >= held_s for row in rows)
         assert await _held(fleet, 0)
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from msgspec.structs import replace
 
 from adaptersync.router import ledger
+from adaptersync.router.ledger import Ledger
+from adaptersync.router.metrics import Metrics
+from adaptersync_core.pipe import Pipe
 from adaptersync_core.registry import Registry
-from adaptersync_core.rollouts import OPEN, UNKNOWN, read_rollouts
+from adaptersync_core.rollouts import FIELD, OPEN, UNKNOWN, Row, read_rollouts
 from support.proxy import Fault, FaultProxy
 from support.router_fleet import V1, V2, Fleet, Servers
 from support.wait import wait_until
@@ -205,10 +211,43 @@ async def test_serving_may_be_preferred_and_then_the_loss_is_counted(own_fleet: 
         health = await fleet.get("/health")
         lost = health.json["ledger"]["lost"]
         assert (health.status, 0 < lost < 40) == (200, True)
-        assert f"adaptersync_router_ledger_lost {lost}.0".encode() in (await fleet.get("/metrics")).body
+        assert f"adaptersync_router_ledger_lost_total {lost}.0".encode() in (await fleet.get("/metrics")).body
         await asyncio.to_thread(servers.control.start)
         await wait_until(lambda: _waiting(fleet, 0), timeout_s=15.0)
     assert len(await fleet.joined()) == 40 - lost
+
+
+async def test_an_end_that_cannot_be_written_is_lost_and_leaves_the_spool(fleet: Fleet, tmp_path: Path) -> None:
+    rows, metrics = Pipe(fleet.control_url, name="test", timeout_s=2.0), Metrics()
+    await rows.connect()
+    own = await Ledger.at(
+        rows, fleet.keys.rollouts, directory=tmp_path, name="test", capacity=65_536, kept=65_536, metrics=metrics
+    )
+    for number in range(3):
+        opened = Row(
+            request_id=f"a-{number}", router="test", path="/v1/completions", asked="run", outcome=OPEN, started_at=1.0
+        )
+        assert own.open(opened)
+        own.close(replace(opened, outcome="ok", tried="r" * 4096 if number == 0 else ""), sent=True)
+    assert (metrics.counted("ledger_lost"), own.waiting) == (1, 2)
+    await own.stop(5.0)
+    assert (metrics.counted("ledger_written"), own.waiting) == (2, 0)
+    assert not await asyncio.to_thread(lambda: list(tmp_path.glob("*.spool")))  # nothing in it is waited for
+    await rows.close()
+
+
+async def test_entries_of_the_former_form_are_read_and_others_are_counted(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Formerly an entry had a field for each of a row's."""
+    former = {"request_id": "a-1", "router": "a", "path": "/v1/completions", "asked": "run", "outcome": "ok"}
+    former |= {"started_at": "12.500000", "status": "200", "gated": "true", "total_s": "0.250000"}
+    for fields in ({"a": "b"}, former, {FIELD: "{"}, {FIELD: "7"}):
+        await fleet.control.command("XADD", fleet.keys.rollouts, "*", *chain.from_iterable(fields.items()))
+    (row,) = await read_rollouts(Registry(fleet.control, fleet.keys))
+    assert (row.started_at, row.status, row.gated, row.total_s) == (12.5, 200, True, 0.25)
+    (line,) = [record.getMessage() for record in caplog.records if "cannot be read" in record.getMessage()]
+    assert line.startswith("3 ledger entries")
 
 
 async def test_requests_in_flight_at_the_bound_keep_room_for_their_end(own_fleet: Fleet, servers: Servers) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import orjson
 import pytest
 
+from adaptersync.router.policy import Policy
 from adaptersync_core.blocks import block_hashes
 from adaptersync_core.rollouts import Row, decode
 from adaptersync_tools.cli import main
@@ -62,7 +64,7 @@ def replayed(rows: list[Row], spill: int) -> dict[str, Figures]:
     presence = Presence()
     for row in rows:
         presence.read(row)
-    replay = Replay(presence, ("promise", "threshold"), spill=spill)
+    replay = Replay(presence, get_args(Policy), spill=spill)
     for row in rows:
         replay.read(row)
     return {each.policy: each for each in replay.figures()}
@@ -122,6 +124,7 @@ async def test_rows_keep_what_decisions_went_by(fleet: Fleet) -> None:
     assert other == block_hashes(V1, template + [99] * 48, 16, 9)[-1]
     assert onward == f"4:{one} {block_hashes(V1, [*first, *[98] * 32], 16, 9)[-1]}"
     assert short == ""
+    assert [row.block_size for row in rows] == [16, 16, 16, 16, 0]
 
 
 async def test_a_run_is_read_from_redis_and_exported(
@@ -141,6 +144,9 @@ async def test_a_run_is_read_from_redis_and_exported(
     assert await asyncio.to_thread(main, ["route", "replay", "run-a"]) == 0
     shown = capsysbinary.readouterr().out.decode()
     assert "2 requests" in shown
-    assert all(word in shown for word in ("recorded", "promise, spill 8", "threshold, spill 8", "50.00"))
+    assert all(
+        word in shown
+        for word in ("recorded", "promise, spill 8", "threshold, spill 8", "50.00", "8000 tokens a second")
+    )
     assert await asyncio.to_thread(main, ["route", "replay", "run-z"]) != 0
     assert "no such run" in capsysbinary.readouterr().err.decode()

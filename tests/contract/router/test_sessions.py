@@ -161,16 +161,41 @@ async def test_what_is_kept_ends_with_its_time_and_is_bounded(cache_url: str) ->
     await pipe.connect()
     sessions = Sessions(pipe, keys, keep_s=60.0)
     for number in range(OWN + 5):
-        sessions.keep(f"{number:016x}", Kept(), Kept(V1, "r0"))
+        sessions.keep(f"{number:016x}", Kept(V1, "r0"))
     await wait_until(lambda: pipe.call("EXISTS", keys.session(f"{OWN + 4:016x}")))
     assert 0 < await pipe.call("PTTL", keys.session(f"{0:016x}")) <= 60_000
     assert await sessions.read(f"{0:016x}") == Kept(V1, "r0")
     await pipe.call("FLUSHALL")
     assert await sessions.read(f"{4:016x}") == Kept()
-    assert await sessions.read(f"{5:016x}") == Kept(V1, "r0")
+    assert await sessions.read(f"{7:016x}") == Kept(V1, "r0")  # the two that were read came into the places of two
     short = Sessions(pipe, keys, keep_s=0.0)
-    short.keep("a" * 16, Kept(V1, "r0"), Kept(V1, "r0"))  # known here alone
+    short.keep("a" * 16, Kept(V1, "r0"))
+    await pipe.call("DEL", keys.session("a" * 16))  # known here alone
     assert await short.read("a" * 16) == Kept()
+    await pipe.close()
+
+
+async def test_what_the_server_lost_or_has_otherwise_is_written_again(cache_url: str) -> None:
+    keys, pipe = Keys("test"), Pipe(cache_url, name="test", timeout_s=2.0)
+    await pipe.connect()
+    sessions, name = Sessions(pipe, keys, keep_s=60.0), "a" * 16
+    here, there = Kept(V1, "r0"), Kept(V1, "r1")
+    sessions.keep(name, here)
+    assert await sessions.read(name) == here
+    await pipe.call("FLUSHALL")
+    assert await sessions.read(name) == here  # as it is remembered
+    sessions.keep(name, here)
+    assert await pipe.call("GET", keys.session(name)) == f"{V1} r0"
+    # a turn that is sent elsewhere, and back
+    assert await sessions.read(name) == here
+    sessions.keep(name, there)
+    sessions.keep(name, here)
+    assert await pipe.call("GET", keys.session(name)) == f"{V1} r0"
+    # nothing new, nothing written
+    assert await sessions.read(name) == here
+    await pipe.call("SET", keys.session(name), "as it was", "PX", 60_000)
+    sessions.keep(name, here)
+    assert await pipe.call("GET", keys.session(name)) == "as it was"
     await pipe.close()
 
 

@@ -129,6 +129,7 @@ async def test_what_was_told_never_goes_down_when_a_worker_is_killed_and_replace
                 after = await _figures(fleet)
                 assert not {name for name, value in before.items() if after.get(name, 0.0) < value}
         assert before[SERVED] == 30
+        assert before["adaptersync_router_ledger_written_total"] > 0
         log = it.log.read_text()
         assert "Traceback" not in log
         assert log.count("SIGKILL; another takes its place") == 3

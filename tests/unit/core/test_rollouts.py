@@ -56,6 +56,11 @@ def test_rows_come_in_the_order_in_which_they_began() -> None:
     assert [each.request_id for each in join([opened, other, row("ok")])] == ["a-1", "a-2"]
 
 
+def test_an_entry_of_the_former_form_is_read() -> None:
+    known = {name: str(value) for name, value in msgspec.to_builtins(row("ok", status=200, total_s=0.25)).items()}
+    assert decode(known | {"voided": "true"}) == row("ok", status=200, total_s=0.25, voided=True)
+
+
 @pytest.mark.parametrize("fields", [{}, {FIELD: "{"}, {FIELD: '{"request_id": "x"}'}, {FIELD: "\udcff"}])
 def test_an_entry_that_cannot_be_read_is_left_out(fields: dict[str, str]) -> None:
     assert decode(fields) is None

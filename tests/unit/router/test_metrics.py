@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from adaptersync.router.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, Metrics
+from adaptersync.router.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, Metrics, text
 
 # what dashboards know: names change only on purpose
 NAMES = {
@@ -21,11 +21,12 @@ NAMES = {
     "hold_seconds": "histogram",
     "imbalance": "gauge",
     "inflight": "gauge",
-    "ledger_lost": "gauge",
+    "ledger_lost": "counter",
+    "ledger_rewritten": "counter",
     "ledger_spool_bytes": "gauge",
-    "ledger_untold": "gauge",
+    "ledger_untold": "counter",
     "ledger_waiting": "gauge",
-    "ledger_written": "gauge",
+    "ledger_written": "counter",
     "missing_version": "counter",
     "predicted_tokens": "counter",
     "prompt_tokens": "counter",
@@ -41,13 +42,14 @@ NAMES = {
 }
 
 
-def read(text: bytes) -> dict[str, Metric]:
-    return {metric.name.removeprefix(PREFIX): metric for metric in text_string_to_metric_families(text.decode())}
+def read(metrics: Metrics) -> dict[str, Metric]:
+    told = text([metrics.encode()]).decode()
+    return {metric.name.removeprefix(PREFIX): metric for metric in text_string_to_metric_families(told)}
 
 
 def values(metrics: Metrics, *others: Metrics) -> dict[str, float]:
     """By series, as it is written."""
-    lines = metrics.text([other.encode() for other in others]).decode().splitlines()
+    lines = text([each.encode() for each in (metrics, *others)]).decode().splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name.removeprefix(PREFIX): float(value) for name, value in pairs}
 
@@ -66,13 +68,13 @@ def worker(times: int = 1) -> Metrics:
 
 
 def test_names_and_kinds_are_those_that_dashboards_know() -> None:
-    assert {name: metric.type for name, metric in read(worker().text()).items()} == NAMES
+    assert {name: metric.type for name, metric in read(worker()).items()} == NAMES
 
 
 def test_labels_are_those_that_dashboards_know() -> None:
     found = {
         name: sorted(sample.labels)
-        for name, metric in read(worker().text()).items()
+        for name, metric in read(worker()).items()
         for sample in metric.samples[:1]
         if metric.type != "histogram"
     }
@@ -193,8 +195,18 @@ def test_who_takes_anothers_place_counts_on_and_says_nothing_of_how_that_one_was
     assert values(after)['prompt_tokens_total{replica="replica-1",version="version-1"}'] == 5
 
 
+def test_what_was_counted_under_all_labels_is_told_as_one_number() -> None:
+    metrics = Metrics()
+    assert metrics.counted("ledger_lost") == 0
+    metrics.count("ledger_lost", by=2)
+    assert Metrics(metrics.encode()).counted("ledger_lost") == 2
+    for reason in ("silent", "cut"):
+        metrics.count("retries", reason)
+    assert metrics.counted("retries") == 2
+
+
 def test_labels_that_need_it_are_escaped() -> None:
     metrics = Metrics()
     metrics.count("retries", 'a"b\\c\nd')
-    (sample,) = [sample for sample in read(metrics.text())["retries"].samples if sample.labels]
+    (sample,) = [sample for sample in read(metrics)["retries"].samples if sample.labels]
     assert sample.labels == {"reason": 'a"b\\c\nd'}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from adaptersync.router.metrics import COUNTERS, GAUGES, Metrics
 from adaptersync.router.workers import SHARE_BYTES, SLOTS, Shares, reserved
 from adaptersync_core.errors import ConfigError
 from support.wait import wait_until_sync
@@ -146,7 +147,8 @@ def test_a_share_is_what_was_last_put_whole() -> None:
     assert shares.others(1) == [b"two"]
 
 
-def test_what_was_being_written_when_its_writer_died_is_as_if_it_had_not_been() -> None:
+def test_what_was_being_written_when_its_writer_died_is_as_if_it_had_not_been(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adaptersync.router.workers.SHARE_BYTES", 4096)
     shares = Shares(2)
     _tear(shares, 1, b"first")
     assert shares.get(1) == b""
@@ -167,6 +169,25 @@ def _tear(shares: Shares, worker: int, data: bytes) -> None:
     shares._memory[changed[-1] : changed[-1] + 1] = b"\0"
 
 
+def test_figures_of_a_thousand_replicas_and_two_versions_fit() -> None:
+    metrics, shares = Metrics(), Shares(1)
+    for number in range(1000):
+        replica = f"replica-of-a-large-group-{number:04}"
+        for name, (_, labels) in COUNTERS.items():
+            if labels == ("replica", "version"):
+                for version in (1, 2):
+                    metrics.count(name, replica, f"a-run-of-that-group-v{version}-0123456789ab", by=1e6 + number)
+            elif "replica" in labels:
+                metrics.count(name, *(replica if label == "replica" else "affinity" for label in labels))
+        metrics.observe("first_byte_seconds", 0.1, replica)
+        for name, (_, labels, _) in GAUGES.items():
+            if labels:
+                metrics.gauge(name, 1, replica)
+    figures = metrics.encode()
+    shares.put(0, figures)
+    assert shares.get(0) == figures
+
+
 def test_a_share_has_its_bounds(caplog: pytest.LogCaptureFixture) -> None:
     shares = Shares(2)
     assert len(shares._memory) == 2 * SLOTS * SHARE_BYTES
@@ -174,9 +195,12 @@ def test_a_share_has_its_bounds(caplog: pytest.LogCaptureFixture) -> None:
     shares.put(0, largest)
     shares.put(1, b"one")
     assert shares.get(0) == largest
-    shares.put(0, largest + b"x")
-    assert "too many to be shared" in caplog.text
-    assert (shares.get(0), shares.get(1)) == (largest, b"one")
+    for _ in range(3):
+        shares.put(0, largest + b"x")
+        assert (shares.get(0), shares.get(1)) == (b"", b"one")  # what was before is not taken for what is
+    assert caplog.text.count("too many to be shared") == 1
+    shares.put(0, b"few")
+    assert shares.get(0) == b"few"
 
 
 # the port that they share

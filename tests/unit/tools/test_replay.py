@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from adaptersync_core.blocks import BY_BYTES
 from adaptersync_core.rollouts import Row
 from adaptersync_tools import replay
 from adaptersync_tools.replay import LATE_S, Order, Presence, Replay
@@ -106,3 +107,45 @@ def test_prompts_meet_where_they_part_and_not_in_their_template() -> None:
     recorded, anew = made.figures()
     warm = 100 * (0 + 8 + 8 + 3) / (8 + 8 + 12 + 4)
     assert recorded.warm_percent == anew.warm_percent == pytest.approx(warm, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("size", "end", "at", "elsewhere"),
+    [
+        (16, "a8", 11.0, {"promise": 1, "expected": 0}),  # 1000 blocks of 16 tokens take two seconds
+        (16, "a8", 12.5, {"promise": 1, "expected": 1}),  # and then are over
+        (16, "a8" + BY_BYTES, 11.0, {"promise": 1, "expected": 1}),  # of bytes it is half a second
+        (0, "a8", 11.0, {"promise": 1, "expected": 1}),  # from a router that did not say
+    ],
+)
+def test_by_expected_a_prompt_goes_past_one_that_is_prefilled(
+    size: int, end: str, at: float, elsewhere: dict[str, int]
+) -> None:
+    """Nothing is in flight any more where the first went, so the others see two replicas alike."""
+    long = row("a", 10.0, 0.1, blocks=1000, chain=f"{0:014x}{end}", routing="cold", owned_blocks=0, block_size=size)
+    short = row("b", at, 0.1, blocks=4, chain="00000000000000b4", routing="cold", owned_blocks=0, block_size=size)
+    short.replica = "r1"
+    presence = Presence()
+    for each in (long, short):
+        presence.read(each)
+    made = Replay(presence, ("promise", "expected"), spill=8)
+    for each in (long, short):
+        made.read(each)
+    _, promise, expected = made.figures()
+    assert {each.policy: each.elsewhere for each in (promise, expected)} == elsewhere
+    assert (promise.tokens_per_s, expected.tokens_per_s) == (None, 8000)
+
+
+def test_what_a_prompt_shares_with_the_one_that_it_goes_on_from_is_not_prefilled_again() -> None:
+    first = row("a", 10.0, 0.1, blocks=1000, chain="00000000000000a8", routing="cold", owned_blocks=0, block_size=16)
+    onward: dict[str, Any] = {"blocks": 1004, "chain": "1000:00000000000000a8 00000000000000ac", "block_size": 16}
+    more = row("b", 13.0, 0.1, routing="affinity", owned_blocks=1000, **onward)
+    other = row("c", 13.2, 0.1, blocks=4, chain="00000000000000b4", routing="cold", owned_blocks=0, block_size=16)
+    presence = Presence()
+    rows = [first, more, other, row("d", 14.0, replica="r1")]
+    for each in rows:
+        presence.read(each)
+    made = Replay(presence, ("expected",), spill=8)
+    for each in rows[:3]:
+        made.read(each)
+    assert made.figures()[1].elsewhere == 0  # four blocks more are no queue

@@ -75,6 +75,10 @@ def replay(
     ]
     columns = ("policy", "warm, %>", "in flight at one>", "imbalance>", "spilled>", "elsewhere>")
     console().print(table(f"{ledger}  ({found[0].requests} requests)", columns, rows))
+    for each in found:
+        if each.tokens_per_s is not None:
+            rate = f"{each.tokens_per_s} tokens a second"
+            console().print(f"{each.policy}: every replica taken to prefill {rate}; a ledger does not say")
 
 
 @route.command()
@@ -103,9 +107,9 @@ def _of_run(config_path: Path | None, run: str) -> Reading:
             known = await registry.runs()
             if run not in known:
                 raise NameInvalid("no such run, and no such file", next_step=f"known runs: {', '.join(known)}", run=run)
-            async for page in pages(registry):
+            async for _, page in pages(registry):
                 for row in page:
-                    if row is not None and row.run == run:
+                    if row.run == run:
                         take(row)
 
         visit(config, call, timeout_s=READ_S)

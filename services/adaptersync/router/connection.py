@@ -97,7 +97,7 @@ class Answer:
         while not self._pieces:
             if self._connection is None:
                 if self._error is not None:
-                    raise self._error
+                    raise self._anew(self._error)
                 return b""
             await self._change()
         pieces = self._pieces
@@ -127,7 +127,7 @@ class Answer:
         """Wait for the head."""
         while not self.status:
             if self._error is not None:
-                raise self._error
+                raise self._anew(self._error)
             await self._change()
 
     def begin(self, status: int, headers: list[tuple[bytes, bytes]], length: int | None) -> None:
@@ -144,6 +144,11 @@ class Answer:
     def end(self, error: ReplicaError | None) -> None:
         self._connection, self._error = None, error
         self._wake()
+
+    @staticmethod
+    def _anew(error: ReplicaError) -> ReplicaError:
+        """One that is kept here and raised would keep whoever waited, and with them the body of their request."""
+        return type(error)(*error.args)
 
     async def _change(self) -> None:
         self._waiter = self._loop.create_future()

@@ -387,7 +387,8 @@ class _Connection(asyncio.Protocol):
 
     def _refuse(self, error: Refused) -> None:
         """Nothing more is read; what came before is still answered."""
-        self._broken = error
+        # kept as it was raised, it would keep whoever raised it, and with them what had come of the body
+        self._broken = Refused(error.status, error.reason)
         self._server.arriving -= self._size
         self._size = 0
         self._body = []

@@ -21,6 +21,7 @@ from adaptersync.router.connections import Connections
 from adaptersync.router.fates import Fates
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
+from adaptersync.router.open_files import allow
 from adaptersync.router.outages import Outages
 from adaptersync.router.ownership import Ownership
 from adaptersync.router.paths import Paths
@@ -60,6 +61,7 @@ class Serving(NamedTuple):
 def run_router(config: Config) -> None:
     """Serve until SIGTERM or SIGINT, then let requests in flight end and the ledger be written; it outlives a kill."""
     settings = config.router
+    allow(settings.connections)
     with reserved(settings.host, settings.port) as port:
         config = replace(config, router=replace(settings, port=port))
         run(lambda shares, worker: _run(config, shares, worker), settings.workers)
@@ -248,10 +250,10 @@ async def _work(*loops: Coroutine[Any, Any, None]) -> None:
 
 async def _renew(view: TableView, attempts: Attempts, outages: Outages) -> None:
     while True:
-        if await view.change(60.0):
-            if outages.renew(view.table):
-                view.nudge()  # whoever waits for it has looked before it was back
-            attempts.look(view.table)
+        if outages.renew(view.table):
+            view.nudge()  # whoever waits for it has looked before it was back
+        attempts.look(view.table)
+        await view.change(60.0)  # a table that was read before this began is looked at, too
 
 
 async def _forget(view: TableView, ownership: Ownership) -> None:

@@ -36,11 +36,13 @@ class Elsewhere(Exception):
 class Leg(Struct, frozen=True):
     """Whom to ask now; without `candidates`, wait until `deadline` for one who may be.
 
-    `trial`: this finds out whether the one candidate is back. `last`: its answer is the client's, whatever it says.
+    `trial`: this finds out whether the one candidate is back. `whole`: these are all that are ready. `last`: its answer
+    is the client's, whatever it says.
     """
 
     candidates: Sequence[str]
     trial: bool = False
+    whole: bool = False
     last: bool = False
     deadline: float = 0.0
 
@@ -73,7 +75,8 @@ class Course:
             candidates = outages.candidates(ready, self._version, (), now)
         if candidates:
             self._left -= 1
-            return Leg(candidates, last=not self._left or len(candidates) == 1)
+            whole, last = len(candidates) == len(ready), not self._left or len(candidates) == 1
+            return Leg(candidates, whole=whole, last=last)
         if self.tried or not outages.lacking.any(ready, self._version):
             return None
         self._deadline = self._deadline or now + self._hold_s

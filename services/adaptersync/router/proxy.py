@@ -23,7 +23,7 @@ from adaptersync.router.asked import Asked, check
 from adaptersync.router.attempts import Attempt, Attempts
 from adaptersync.router.call import Call
 from adaptersync.router.chains import NONE, Chains, Memory
-from adaptersync.router.connection import Answer, ConnectFailed, ReplicaError, TimedOut, Unsendable
+from adaptersync.router.connection import Answer, ConnectFailed, Gone, NoRoom, ReplicaError, TimedOut, Unsendable
 from adaptersync.router.connections import Connections
 from adaptersync.router.course import Course, Elsewhere, Leg
 from adaptersync.router.explanation import Explanation, why
@@ -252,6 +252,8 @@ class Proxy:
             chains.weight,
             chains.alike,
             kept=kept.replica,
+            promising=not leg.trial,
+            whole=leg.whole,
             explained=call.explained,
             block_size=self._view.block_size,
         )
@@ -304,9 +306,14 @@ class Proxy:
             self._record(call)
         sent_at = time.monotonic()
         attempt = self._attempts.at(replica, member.engine_epoch)
+
+        def connected(answer: Answer) -> None:
+            self._outages.reached(replica)
+            attempt.asked(answer)
+
         try:
             with attempt:
-                with await self._connections.post(member.url, request.target, sent, body, attempt.asked) as answer:
+                with await self._connections.post(member.url, request.target, sent, body, connected) as answer:
                     call.row.first_byte_s = time.monotonic() - sent_at
                     call.row.status = answer.status
                     if answer.status in FAILED or answer.status == 429:
@@ -330,8 +337,17 @@ class Proxy:
                 return Reply(answer.status, with_retry_after(pairs, wait_s) if wait_s else pairs, whole)
         except Unsendable as error:
             raise Unroutable(f"request cannot be passed on: {error}", status=400) from error
+        except NoRoom as error:
+            # says nothing of the replica, and with the next one it would be no better
+            raise Unroutable(
+                f"router cannot open another connection: {error}",
+                status=503,
+                retry_after_s=RETRY_S,
+                next_step="allow it more open files",
+                router=self._name,
+            ) from error
         except ReplicaError as error:
-            away = isinstance(error, ConnectFailed)
+            away = isinstance(error, ConnectFailed | Gone)
             if not attempt.lost:
                 self._outages.failed(replica, member.engine_epoch, time.monotonic(), _said(error), away=away)
             if request.begun:
@@ -345,7 +361,8 @@ class Proxy:
                 raise Unroutable(
                     "replica did not answer in time", status=504, replica=replica, version=target.model
                 ) from error
-            kind, what = ("unreachable", "cannot be reached") if away else ("cut", "did not answer to the end")
+            asked = not isinstance(error, ConnectFailed)  # and may be what ended it
+            kind, what = ("cut", "did not answer to the end") if asked else ("unreachable", "cannot be reached")
             raise Elsewhere(kind, f"replica {what}: {_said(error)}") from error
 
     def _judge(self, answer: Answer, replica: str, engine_epoch: str, *, last: bool) -> float:

@@ -267,7 +267,8 @@ async def test_a_restarted_engine_is_another_life_and_gets_everything_again(
 
         async def again() -> bool:
             acks = await bench.registry.acks("r1")
-            # what the first life was known to have lost was taken back, if the agent looked before it knew of the second
+            # what the first life was known to have lost was taken back, if the agent looked before it knew of the
+            # second
             return all(name in acks and acks[name].engine_epoch != first[name].engine_epoch for name in names)
 
         await wait_until(again, timeout_s=15)

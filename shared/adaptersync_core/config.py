@@ -28,6 +28,8 @@ ENVIRONMENT = "ADAPTERSYNC_"
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 WORKERS = 64  # processes of one router
 SPOOL_MIN_BYTES = 16_384  # a few rows
+BLOCKS = 4096  # of one prompt: one script call takes them all, and meanwhile the cache server serves nobody else
+AT_LEAST_ONE = ("max_inflight", "connections", "head_bytes", "body_bytes")  # with 0, the router would serve nothing
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,15 +123,17 @@ class RouterSection(Section, frozen=True, kw_only=True):
     hold_s: float = 30.0
     """How long to hold a request for a version that is about to be promoted."""
     held_requests: int = 4096
-    """How many requests may be held at once."""
+    """How many requests may be held at once. 0: none are."""
     body_bytes: int = 16 << 20
     """The largest request body."""
     arriving_bytes: int = 256 << 20
-    """Of all request bodies that have not yet arrived whole, or wait for an earlier request of their client."""
+    """Of all request bodies that have not yet arrived whole, or wait for an earlier request of their client; at least
+    body_bytes."""
     head_bytes: int = 64 << 10
     """The largest request line with its headers."""
     connections: int = 8192
-    """Clients' connections that may be open; the limit of open files must allow for twice as many."""
+    """Clients' connections that may be open; the limit of open files must allow for twice as many, and is raised as far
+    as the hard one."""
     connect_timeout_s: float = 5.0
     request_timeout_s: float = 600.0
     """From sending a request to a replica to its last byte."""
@@ -144,7 +148,7 @@ class RouterSection(Section, frozen=True, kw_only=True):
     many times this as it has live versions."""
     blocks_per_request: int = 512
     """Blocks of one prompt that are looked up; the rest of a long prompt follows the head. Prompts that share a request
-    share them."""
+    share them. At most 4096: one call takes them all, and meanwhile the cache server serves nobody else."""
     tokenizer: str = ""
     """The directory of the model that vLLM serves, or its name: text and chat are then routed by the tokens that vLLM
     makes of them, so that they meet the same prompt in token ids and what engines tell of their caches. Needs the extra
@@ -356,6 +360,21 @@ def _check(config: Config) -> None:
             f"setting must be at most {ROUTER_SERVES_S}: retirement waits no longer for a router that is cut off",
             key="router.table_max_age_s",
             value=config.router.table_max_age_s,
+        )
+    for key in AT_LEAST_ONE:
+        if getattr(config.router, key) < 1:
+            raise ConfigError("setting must be at least 1", key=f"router.{key}", value=0)
+    if config.router.arriving_bytes < config.router.body_bytes:
+        raise ConfigError(
+            f"setting must be at least router.body_bytes, {config.router.body_bytes}",
+            key="router.arriving_bytes",
+            value=config.router.arriving_bytes,
+        )
+    if config.router.blocks_per_request > BLOCKS:
+        raise ConfigError(
+            f"setting must be at most {BLOCKS}: the cache server serves nobody else while it looks them up",
+            key="router.blocks_per_request",
+            value=config.router.blocks_per_request,
         )
     if not 1 <= config.router.workers <= WORKERS:
         raise ConfigError(f"setting must be 1 to {WORKERS}", key="router.workers", value=config.router.workers)

@@ -7,7 +7,7 @@ and decide, routers read the table and report what they serve. It decides nothin
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -155,16 +155,20 @@ class Registry:
         keys = (self.keys.router(router), self.keys.routers)
         return int(await self._run("report", keys, router, ROUTER_TTL_S, *hash_fields(report)))
 
-    async def holding(self, replica: str) -> Holding | None:
-        """What its agent last said that it holds; None when it is not heard of."""
-        record, acks = await self._look((self.keys.replica(replica), self.keys.acks(replica)))
-        report = from_hash(replica, record, ReplicaReport) if record else None
-        if report is None:
-            return None
-        accepted = {
-            name for name, ack in read_acks(acks).items() if ack.accepted and ack.engine_epoch == report.engine_epoch
-        }
-        return Holding(heard_ms=heartbeat_ms(replica, record), versions=frozenset(accepted.intersection(report.loaded)))
+    async def holdings(self, replicas: Collection[str]) -> dict[str, Holding]:
+        """What their agents last said that they hold, in one call; without those that are not heard of."""
+        keys = self.keys
+        said = iter(await self._look([key for name in replicas for key in (keys.replica(name), keys.acks(name))]))
+        found = {}
+        for replica, record, acks in zip(replicas, said, said, strict=True):
+            report = from_hash(replica, record, ReplicaReport) if record else None
+            if report is None:
+                continue
+            life = report.engine_epoch
+            accepted = {name for name, ack in read_acks(acks).items() if ack.accepted and ack.engine_epoch == life}
+            held = frozenset(accepted.intersection(report.loaded))
+            found[replica] = Holding(heard_ms=heartbeat_ms(replica, record), versions=held)
+        return found
 
     async def forget_router(self, router: str) -> None:
         """A router that stopped in order holds nothing up any more."""

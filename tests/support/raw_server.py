@@ -55,6 +55,12 @@ class RawServer:
     present: int = 0
     requests: list[bytes] = field(default_factory=list)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    listener: asyncio.Server | None = None
+
+    def leave(self) -> None:
+        """From now on nobody is there for those who come."""
+        assert self.listener is not None
+        self.listener.close()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -73,10 +79,10 @@ class RawServer:
 
 
 @contextlib.asynccontextmanager
-async def raw_server(script: Script, *, tls: ssl.SSLContext | None = None) -> AsyncIterator[RawServer]:
+async def raw_server(script: Script, *, port: int = 0, tls: ssl.SSLContext | None = None) -> AsyncIterator[RawServer]:
     """`script` is run for each connection, which is closed when it returns."""
     raw = RawServer(script)
-    server = await asyncio.start_server(raw.serve, "127.0.0.1", 0, ssl=tls)
+    server = raw.listener = await asyncio.start_server(raw.serve, "127.0.0.1", port, ssl=tls)
     host, port = server.sockets[0].getsockname()[:2]
     raw.url = f"{'https' if tls else 'http'}://{host}:{port}"
     try:

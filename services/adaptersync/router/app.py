@@ -21,6 +21,7 @@ from adaptersync.router.connections import Connections
 from adaptersync.router.fates import Fates
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
+from adaptersync.router.open_files import allow
 from adaptersync.router.outages import Outages
 from adaptersync.router.ownership import Ownership
 from adaptersync.router.paths import Paths
@@ -60,6 +61,7 @@ class Serving(NamedTuple):
 def run_router(config: Config) -> None:
     """Serve until SIGTERM or SIGINT, then let requests in flight end and the ledger be written; it outlives a kill."""
     settings = config.router
+    allow(settings.connections)
     with reserved(settings.host, settings.port) as port:
         config = replace(config, router=replace(settings, port=port))
         # once for all workers, and for those that take the place of one
@@ -72,16 +74,36 @@ async def _run(config: Config, tokenizer: Tokenizer | None, shares: Shares, work
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
+    begun = asyncio.Event()
+    serve = asyncio.create_task(_serve(config, tokenizer, shares, worker, begun, stop))
+    stopped = asyncio.create_task(stop.wait())
     try:
-        async with serving(config, tokenizer=tokenizer, shares=shares, worker=worker) as router:
-            log.info("serving on %s", router.url)
-            stopped = asyncio.create_task(stop.wait())
-            await asyncio.wait((stopped, router.work), return_when=asyncio.FIRST_COMPLETED)
-            stopped.cancel()
-            log.info("stopping: waiting for requests in flight")
+        await asyncio.wait((stopped, serve), return_when=asyncio.FIRST_COMPLETED)
+        if not begun.is_set():
+            serve.cancel()  # it waits for a server, perhaps; else it ends what it has begun
+        with contextlib.suppress(asyncio.CancelledError):
+            await serve
     finally:
+        stopped.cancel()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(signum)
+
+
+async def _serve(
+    config: Config,
+    tokenizer: Tokenizer | None,
+    shares: Shares,
+    worker: int,
+    begun: asyncio.Event,
+    stop: asyncio.Event,
+) -> None:
+    async with serving(config, tokenizer=tokenizer, shares=shares, worker=worker) as router:
+        begun.set()
+        log.info("serving on %s", router.url)
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait((stopped, router.work), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        log.info("stopping: waiting for requests in flight")
 
 
 @contextlib.asynccontextmanager
@@ -257,10 +279,10 @@ async def _work(*loops: Coroutine[Any, Any, None]) -> None:
 
 async def _renew(view: TableView, attempts: Attempts, outages: Outages) -> None:
     while True:
-        if await view.change(60.0):
-            if outages.renew(view.table):
-                view.nudge()  # whoever waits for it has looked before it was back
-            attempts.look(view.table)
+        if outages.renew(view.table):
+            view.nudge()  # whoever waits for it has looked before it was back
+        attempts.look(view.table)
+        await view.change(60.0)  # a table that was read before this began is looked at, too
 
 
 async def _forget(view: TableView, ownership: Ownership) -> None:

@@ -38,17 +38,18 @@ class Books:
         alike: int = 1,
         kept: str = "",
         *,
+        whole: bool = True,
         now_us: int = 0,
         tokens: int = 0,
         ends: Sequence[int] = (),
     ) -> Choice:
         """A request of `weight` sequences, `alike` of them of the prompt that `hashes` tell of, in blocks of `tokens`
-        (0: no queue is kept); its session has `kept`.
+        (0: no queue is kept); its session has `kept`. `whole`: there are no replicas but these.
 
         Where hashes stand for more blocks than one, `ends` says after how many each does, and before them how many are
         everybody's anyway.
         """
-        choice = self.decide(hashes, candidates, turn, kept, now_us=now_us, tokens=tokens, ends=ends)
+        choice = self.decide(hashes, candidates, turn, kept, whole=whole, now_us=now_us, tokens=tokens, ends=ends)
         self.note(hashes, candidates, choice, weight, alike, now_us=now_us, tokens=tokens, ends=ends)
         return choice
 
@@ -59,6 +60,7 @@ class Books:
         turn: int,
         kept: str = "",
         *,
+        whole: bool = True,
         now_us: int = 0,
         tokens: int = 0,
         ends: Sequence[int] = (),
@@ -68,7 +70,7 @@ class Books:
         known = self._known(hashes)
         common = boilerplate(known, hashes)
         depth = owned(known, common)
-        if self.policy != "threshold" and not self._busy(candidates):
+        if self.policy != "threshold" and whole and not self._busy(candidates):
             self.promises.quiet(self.repeats)
         deepest = max(depth.get(name, 0) for name in candidates)
         standings = []

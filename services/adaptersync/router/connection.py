@@ -32,12 +32,20 @@ class ConnectTimedOut(ConnectFailed):
     """Nor did anybody say why."""
 
 
+class NoRoom(ReplicaError):
+    """This side can open no connection, so nothing was asked."""
+
+
 class Unsendable(ReplicaError):
     """What was to be asked cannot be said in HTTP, so nothing was."""
 
 
 class Unanswered(ReplicaError):
     """The connection ended before one byte of an answer."""
+
+
+class Gone(Unanswered):
+    """And after it there is nobody there."""
 
 
 class CutShort(ReplicaError):

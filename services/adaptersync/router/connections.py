@@ -1,12 +1,14 @@
 """Connections to replicas, kept for the next request: the newest that is idle is taken first, the rest grow old.
 
-What is asked on one that turns out to have been closed meanwhile is asked again on a new one, once, and only if not a
-byte of an answer has come. Knows no replica's name and repeats nothing else: that is for the caller to decide.
+What is asked on one that turns out to have been closed meanwhile is asked again on a new one, once, and only if that
+shows soon and not a byte of an answer has come. Knows no replica's name and repeats nothing else: that is for the
+caller to decide.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import ssl
 from collections.abc import Sequence
@@ -21,13 +23,17 @@ from adaptersync.router.connection import (
     ConnectFailed,
     Connection,
     ConnectTimedOut,
+    Gone,
+    NoRoom,
     Unanswered,
     Unsendable,
 )
 
 IDLE_S = 4.0  # shorter than the 5 s after which vLLM's server closes
+STALE_S = 1.0  # one that had been closed shows it sooner; later, what was asked may be what ended the other side
 IDLE = 512  # connections to one replica that are kept without use
 
+_OWN = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS})  # nobody else's fault
 _TARGET = re.compile(r"/[!-~]*")
 
 
@@ -103,12 +109,20 @@ class Connections:
         head = _head(where, target, headers, len(body))
         deadline = self._loop.time() + self._request_timeout_s
         connection = self._idle(url)
-        if connection is not None:
-            try:
-                return await connection.ask(head, body, deadline, asked)
-            except Unanswered:
-                pass  # it may have been closed before it was asked
-        connection = await self._connect(url, where, deadline)
+        if connection is None:
+            connection = await self._connect(url, where, deadline)
+            return await connection.ask(head, body, deadline, asked)
+        asked_at = self._loop.time()
+        try:
+            return await connection.ask(head, body, deadline, asked)
+        except Unanswered as error:
+            if self._loop.time() - asked_at > STALE_S:
+                raise
+            unanswered = error  # it may have been closed before it was asked
+        try:
+            connection = await self._connect(url, where, deadline)
+        except ConnectFailed as error:
+            raise Gone(f"{unanswered}; and now: {error}") from error
         return await connection.ask(head, body, deadline, asked)
 
     async def close(self) -> None:
@@ -141,7 +155,7 @@ class Connections:
     async def _connect(self, url: str, where: Origin, deadline: float) -> Connection:
         place = self._places.setdefault(url, _Place())
         if place.open >= self._most:
-            raise ConnectFailed(f"{place.open} connections are open")
+            raise NoRoom(f"{place.open} to this replica are open")
         connection = Connection(
             lambda connection: self._ready(place, connection), lambda connection: self._gone(url, place, connection)
         )
@@ -159,7 +173,8 @@ class Connections:
         except TimeoutError as error:
             raise ConnectTimedOut("connecting took too long") from error
         except (OSError, UnicodeError) as error:
-            raise ConnectFailed(str(error) or type(error).__name__) from error
+            failed = NoRoom if isinstance(error, OSError) and error.errno in _OWN else ConnectFailed
+            raise failed(str(error) or type(error).__name__) from error
         finally:
             if not made:
                 connection.give_up()

@@ -36,17 +36,19 @@ class Elsewhere(Exception):
 class Leg(Struct, frozen=True):
     """Whom to ask now; without `candidates`, wait until `deadline` for one who may be.
 
-    `trial`: this finds out whether the one candidate is back. `last`: its answer is the client's, whatever it says.
+    `trial`: this finds out whether the one candidate is back. `whole`: these are all that are ready. `last`: its answer
+    is the client's, whatever it says.
     """
 
     candidates: Sequence[str]
     trial: bool = False
+    whole: bool = False
     last: bool = False
     deadline: float = 0.0
 
 
 class Course:
-    """`wait_s` is the longest that a replica asked to be left alone; `failure` what the last one did."""
+    """`wait_s` is the longest that a replica asked to be left alone; `failure` says what the last one did."""
 
     def __init__(self, view: TableView, outages: Outages, version: str, *, hold_s: float) -> None:
         self._view = view
@@ -57,7 +59,7 @@ class Course:
         self._deadline = 0.0
         self._anew = False
         self.tried: set[str] = set()
-        self.failure: Elsewhere | None = None
+        self.failure = ""
         self.wait_s = 0.0
 
     def next(self, now: float) -> Leg | None:
@@ -65,7 +67,7 @@ class Course:
         outages, ready = self._outages, self._view.ready
         if not self._left:
             return None
-        if outages.circuits and self.failure is None and (trial := outages.trial(ready, self._version, now)):
+        if outages.circuits and not self.failure and (trial := outages.trial(ready, self._version, now)):
             self._left -= 1
             return Leg((trial,), trial=True)
         candidates = outages.candidates(ready, self._version, self.tried, now)
@@ -73,14 +75,15 @@ class Course:
             candidates = outages.candidates(ready, self._version, (), now)
         if candidates:
             self._left -= 1
-            return Leg(candidates, last=not self._left or len(candidates) == 1)
+            whole, last = len(candidates) == len(ready), not self._left or len(candidates) == 1
+            return Leg(candidates, whole=whole, last=last)
         if self.tried or not outages.lacking.any(ready, self._version):
             return None
         self._deadline = self._deadline or now + self._hold_s
         return Leg((), deadline=self._deadline)
 
     def failed(self, replica: str, failure: Elsewhere, now: float) -> None:
-        self.failure = failure
+        self.failure = str(failure)  # the exception would keep all that led to it, the request's body among it
         self.wait_s = max(self.wait_s, failure.wait_s)
         self._anew = failure.kind in ASKED_ANEW
         if failure.kind == "missing_version":
@@ -94,7 +97,7 @@ class Course:
 
     def end(self) -> Unroutable:
         """Why nobody is left."""
-        if self.failure is None:
+        if not self.failure:
             return Unroutable("no replica is ready for this", status=503, retry_after_s=RETRY_S, version=self._version)
         return Unroutable(
             f"no replica could answer: {self.failure}",

@@ -41,19 +41,16 @@ class Lacking:
     def any(self, replicas: Iterable[str], version: str) -> bool:
         return any((replica, version) in self.pairs for replica in replicas)
 
-    def replicas(self) -> set[str]:
-        return {replica for replica, _ in self.pairs}
-
     def report(self) -> dict[str, list[str]]:
         """Versions by replica."""
         said: dict[str, list[str]] = {}
-        for replica, version in sorted(self.pairs)[:TOLD]:
+        for replica, version in self._named():
             said.setdefault(replica, []).append(version)
         return said
 
     def untold(self) -> list[_Lack]:
-        """Those that no report has named yet; one that is found again meanwhile is another."""
-        return [lack for lack in self.pairs.values() if not lack.told_ms]
+        """Those that the next report is the first to name; one that is found again meanwhile is another."""
+        return [lack for pair in self._named() if not (lack := self.pairs[pair]).told_ms]
 
     def told(self, lacks: Iterable[_Lack], at_ms: int) -> None:
         for lack in lacks:
@@ -69,6 +66,10 @@ class Lacking:
         for pair in back:
             del self.pairs[pair]
         return bool(back)
+
+    def _named(self) -> list[tuple[str, str]]:
+        """Those in a report; when some are back, others follow."""
+        return sorted(self.pairs)[:TOLD]
 
     def renew(self, table: Table) -> bool:
         """Whether a new table brings something back."""

@@ -3,6 +3,7 @@
 The table says who should serve, and who of them is silent; this says who just did not. A circuit opens at the first
 failure that says nobody is there, and at the third in a row of those that one request may have caused. It is open for a
 time that doubles each time it has to open again; then one request at a time tries the replica, and an answer closes it.
+Where nobody was there, a connection does: that is what was wanting, and the end of an answer may be minutes away.
 Nobody is left out for the sake of nobody: when all circuits are open, those are asked that opened least often.
 """
 
@@ -26,12 +27,15 @@ State = Literal["closed", "half open", "open"]
 
 
 class _Circuit(Struct):
-    """`failures` and `opened` are counted in a row; `tried`: a request finds out whether the replica is back."""
+    """`failures` and `opened` are counted in a row. `away`: it opened because nobody was there. `tried`: a request
+    finds out whether the replica is back.
+    """
 
     engine_epoch: str
     failures: int = 0
     opened: int = 0
     until: float = 0.0
+    away: bool = False
     tried: bool = False
     reason: str = ""
 
@@ -61,8 +65,15 @@ class Outages:
         circuit.reason = reason
         if away or circuit.opened or circuit.failures >= IN_A_ROW:
             pause_s = min(SHORTEST_S * 2 ** min(circuit.opened, 16), LONGEST_S)
+            circuit.away = away and (circuit.away or not circuit.opened)
             circuit.until = now + pause_s * (1 + SPREAD * (2 * self._spread() - 1))
             circuit.opened += 1
+
+    def reached(self, replica: str) -> None:
+        """There is a connection. What failed before is still counted: it may end all that it is asked."""
+        circuit = self.circuits.get(replica) if self.circuits else None
+        if circuit is not None and circuit.away:
+            circuit.opened = 0
 
     def answered(self, replica: str) -> None:
         """It has answered, to the end."""

@@ -63,18 +63,31 @@ class Ownership:
         alike: int = 1,
         *,
         kept: str = "",
+        promising: bool = True,
+        whole: bool = True,
         explained: bool = False,
         block_size: int = 0,
     ) -> Choice:
         """One of the candidates (at least one), counted in flight until `release`.
 
         The request is of `weight` sequences, `alike` of them of the prompt that `hashes` tell of, in blocks of
-        `block_size`; its session has the replica `kept`. `explained`: with what it was decided from.
+        `block_size`; its session has the replica `kept`. Not `promising`: what is expected of prompts stays as it is.
+        `whole`: the candidates are all there are, so nothing in flight at them is nothing in flight. `explained`: with
+        what it was decided from.
         """
         try:
-            told = "1" if explained else ""
             reply = await self._route(
-                version, hashes, candidates, self._policy, turn, weight, alike, kept, told, block_size=block_size
+                version,
+                hashes,
+                candidates,
+                self._policy if promising else "threshold",
+                turn,
+                weight,
+                alike,
+                kept,
+                explained=explained,
+                whole=whole,
+                block_size=block_size,
             )
         except ControlError:
             choice = self._alone(candidates, turn, weight, kept, explained=explained)
@@ -175,8 +188,9 @@ class Ownership:
         weight: int,
         alike: int,
         kept: str = "",
-        explained: str = "",
         *,
+        explained: bool = False,
+        whole: bool = False,
         block_size: int,
     ) -> Any:
         arguments: tuple[str | int, ...] = (
@@ -193,8 +207,9 @@ class Ownership:
             weight,
             alike,
             kept,
-            explained,
+            "1" if explained else "",
             block_tokens(hashes, block_size) if self._policy == "expected" else 0,
+            "1" if whole else "",
             len(candidates),
             *candidates,
             *hashes,

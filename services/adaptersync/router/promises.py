@@ -58,7 +58,7 @@ class Promises:
         self.prompts: dict[str, _Promise] = {}  # the oldest first
 
     def quiet(self, repeats: Repeats) -> None:
-        """Nothing of any version is in flight at the candidates."""
+        """Nothing of any version is in flight at any replica."""
         repeats.asked += self.again
         self.again = 0
         self.by_replica.clear()

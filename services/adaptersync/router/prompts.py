@@ -72,7 +72,7 @@ class Reader:
 
     async def read(self, asked: Asked, *, chat: bool, limit: int) -> Prompts:
         """At most `limit` numbers of all prompts together. What is malformed is left to the replica, as no prompt."""
-        size = len(asked.messages) if chat else len(asked.prompt)
+        size = _template_bytes(asked) if chat else len(asked.prompt)
         tokenizes = self._tokenizer is not None and not _is_ids(asked, chat=chat)
         if size <= (INLINE if tokenizes else FAR):
             return self.read_now(asked, chat=chat, limit=limit)
@@ -133,7 +133,7 @@ class Reader:
         if asked.add_special_tokens not in (NOTHING, YES, NO):
             raise Inexact("fields")
         if chat:
-            if len(asked.messages) > WHOLE:
+            if _template_bytes(asked) > WHOLE:
                 raise Inexact("large")
             return tokenizer.text(tokenizer.chat(asked), limit, special=asked.add_special_tokens == YES)
         if asked.suffix not in NULL:
@@ -151,6 +151,11 @@ def _prompts(raw: Raw, limit: int) -> list[object]:
         value = msgspec.json.decode(raw)
     batch = isinstance(value, list) and value and isinstance(value[0], str | list)
     return list(value) if batch else [value]
+
+
+def _template_bytes(asked: Asked) -> int:
+    """Of all that a template may print."""
+    return sum(map(len, (asked.messages, asked.tools, asked.documents, asked.chat_template_kwargs)))
 
 
 def _chat(asked: Asked) -> list[object]:

@@ -23,7 +23,7 @@ from adaptersync.router.asked import Asked, check
 from adaptersync.router.attempts import Attempt, Attempts
 from adaptersync.router.call import Call
 from adaptersync.router.chains import NONE, Chains, Memory
-from adaptersync.router.connection import Answer, ConnectFailed, ReplicaError, TimedOut, Unsendable
+from adaptersync.router.connection import Answer, ConnectFailed, Gone, NoRoom, ReplicaError, TimedOut, Unsendable
 from adaptersync.router.connections import Connections
 from adaptersync.router.course import Course, Elsewhere, Leg
 from adaptersync.router.explanation import Explanation, why
@@ -213,7 +213,7 @@ class Proxy:
                 call.explanation.left_out = self._left_out(target.model, asked, now)
                 call.explanation.blocks = len(chains.first)
             if leg is None:
-                if course.failure is not None:
+                if course.failure:
                     call.row.outcome = "upstream_error"
                 raise course.end()
             if not leg.candidates:
@@ -256,6 +256,8 @@ class Proxy:
             chains.weight,
             chains.alike,
             kept=kept.replica,
+            promising=not leg.trial,
+            whole=leg.whole,
             explained=call.explained,
             block_size=self._view.block_size,
         )
@@ -308,9 +310,14 @@ class Proxy:
             self._record(call)
         sent_at = time.monotonic()
         attempt = self._attempts.at(replica, member.engine_epoch)
+
+        def connected(answer: Answer) -> None:
+            self._outages.reached(replica)
+            attempt.asked(answer)
+
         try:
             with attempt:
-                with await self._connections.post(member.url, request.target, sent, body, attempt.asked) as answer:
+                with await self._connections.post(member.url, request.target, sent, body, connected) as answer:
                     call.row.first_byte_s = time.monotonic() - sent_at
                     call.row.status = answer.status
                     if answer.status in FAILED or answer.status == 429:
@@ -328,14 +335,25 @@ class Proxy:
                 if answer.status not in FAILED and answer.status != 429:
                     self._outages.answered(replica)
                     wait_s = 0.0
+                elif answer.status in (429, 503):
+                    wait_s = max(wait_s, RETRY_S)  # coming back helps, whether or not the replica says so
                 call.answered(whole[-TAIL_BYTES:])
                 self._look_for_void(call)
                 pairs = answer_headers(answer, call.headers())
                 return Reply(answer.status, with_retry_after(pairs, wait_s) if wait_s else pairs, whole)
         except Unsendable as error:
             raise Unroutable(f"request cannot be passed on: {error}", status=400) from error
+        except NoRoom as error:
+            # says nothing of the replica, and with the next one it would be no better
+            raise Unroutable(
+                f"router cannot open another connection: {error}",
+                status=503,
+                retry_after_s=RETRY_S,
+                next_step="allow it more open files",
+                router=self._name,
+            ) from error
         except ReplicaError as error:
-            away = isinstance(error, ConnectFailed)
+            away = isinstance(error, ConnectFailed | Gone)
             if not attempt.lost:
                 self._outages.failed(replica, member.engine_epoch, time.monotonic(), _said(error), away=away)
             if request.begun:
@@ -349,7 +367,8 @@ class Proxy:
                 raise Unroutable(
                     "replica did not answer in time", status=504, replica=replica, version=target.model
                 ) from error
-            kind, what = ("unreachable", "cannot be reached") if away else ("cut", "did not answer to the end")
+            asked = not isinstance(error, ConnectFailed)  # and may be what ended it
+            kind, what = ("cut", "did not answer to the end") if asked else ("unreachable", "cannot be reached")
             raise Elsewhere(kind, f"replica {what}: {_said(error)}") from error
 
     def _judge(self, answer: Answer, replica: str, engine_epoch: str, *, last: bool) -> float:
@@ -430,7 +449,10 @@ class Proxy:
 
 def _rename(body: bytes, model: str) -> bytes:
     """The same object with another `model`; every other value keeps its bytes."""
-    fields = msgspec.json.decode(body, type=dict[str, Raw])
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Raw])
+    except (msgspec.DecodeError, RecursionError) as error:  # in a field that nobody has read so far
+        raise Unroutable(f"request body is not what it should be: {error}", status=400) from error
     fields["model"] = Raw(msgspec.json.encode(model))
     return msgspec.json.encode(fields)
 

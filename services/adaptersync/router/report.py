@@ -73,12 +73,9 @@ class Reporter:
 
     async def _look(self) -> None:
         """Has an agent confirmed what its replica lacked?"""
-        back = False
-        for replica in sorted(self._lacking.replicas()):
-            try:
-                holding = await self._registry.holding(replica)
-            except ControlError:
-                return  # the next report will say so
-            back |= holding is not None and self._lacking.confirm(replica, holding)
-        if back:
+        try:
+            holdings = await self._registry.holdings(self._lacking.report())
+        except ControlError:
+            return  # the next report will say so
+        if any([self._lacking.confirm(replica, holding) for replica, holding in holdings.items()]):
             self._view.nudge()

@@ -22,10 +22,9 @@ _HOP = (
     b"transfer-encoding",
     b"upgrade",
 )
-# written anew with each request and answer
-_NOT_SENT = frozenset(
-    (*_HOP, b"host", b"content-length", b"expect", GATE.encode(), SUBSTITUTED.encode(), EXPLAIN.encode())
-)
+# written anew with each request and answer. Answers are read, for their tokens and for what a replica lacks: not packed
+_WRITTEN = (b"host", b"content-length", b"expect", b"accept-encoding")
+_NOT_SENT = frozenset((*_HOP, *_WRITTEN, GATE.encode(), SUBSTITUTED.encode(), EXPLAIN.encode()))
 _NOT_ANSWERED = frozenset(
     (*_HOP, b"content-length", *(name.encode() for name in (REQUEST_ID, VERSION, REPLICA, VOIDED, EXPLAIN)))
 )

@@ -4,8 +4,8 @@
 -- KEYS: owned blocks of the version, in-flight counts, promises of the version, repeats of its run, queues
 -- ARGV: router, policy, spill, turn, blocks kept for one version, seconds to live of each key, sequences of the request,
 --       how many of them are of the prompt that is looked up, the candidate that its session has or '', '1' to have the
---       decision explained or '', tokens in a block (0: no queue is looked at or joined), how many candidates,
---       candidates ..., block hashes ...
+--       decision explained or '', tokens in a block (0: no queue is looked at or joined), '1' if the candidates
+--       are all that are ready or '', how many they are, candidates ..., block hashes ...
 -- Reply: {replica, 'affinity' | 'cold' | 'spill' | 'session', owned blocks beyond the boilerplate, blocks of that, blocks
 --       that were known, and if it is to be explained of each candidate: owned blocks, in flight, promised,
 --       microseconds until its prefill begins, and that it takes}
@@ -28,8 +28,8 @@ local ARGV, match, sub, floor = ARGV, string.match, string.sub, math.floor -- as
 local router, promising, spill, turn = ARGV[1], ARGV[2] ~= 'threshold', tonumber(ARGV[3]), tonumber(ARGV[4])
 local limit = tonumber(ARGV[5])
 local weight, alike, kept = tonumber(ARGV[11]), tonumber(ARGV[12]), ARGV[13]
-local tokens, count = tonumber(ARGV[15]), tonumber(ARGV[16])
-local offset = 16 + count -- the block at place k is ARGV[offset + k], the candidate ARGV[16 + k]
+local tokens, whole, count = tonumber(ARGV[15]), ARGV[16] ~= '', tonumber(ARGV[17])
+local offset = 17 + count -- the block at place k is ARGV[offset + k], the candidate ARGV[17 + k]
 local blocks = math.min(#ARGV - offset, limit)
 
 -- what is known of the prompt, up to the first block that nobody has seen, and the heads of what follows each block
@@ -72,7 +72,7 @@ for k = common + 1, known + 1 do
   end
 end
 
-local counts, total, least = redis.call('HMGET', KEYS[2], unpack(ARGV, 17, offset)), 0, nil
+local counts, total, least = redis.call('HMGET', KEYS[2], unpack(ARGV, 18, offset)), 0, nil
 for place = 1, count do
   local inflight = tonumber(counts[place] or 0)
   counts[place], total = inflight, total + inflight
@@ -87,7 +87,7 @@ local waits, takes, expected, now, soon = {}, {}, {}, 0, nil
 if tokens > 0 then
   local fields, deepest, us = {}, 0, tokens * 1000000
   for place = 1, count do
-    local replica = ARGV[16 + place]
+    local replica = ARGV[17 + place]
     local mine = depth[replica]
     fields[place], fields[count + place] = replica, replica .. '|'
     if mine and mine > deepest then
@@ -112,7 +112,7 @@ end
 local best, owned = nil, false
 for i = 0, count - 1 do
   local place = (turn + i) % count + 1
-  local mine = depth[ARGV[16 + place]] or 0
+  local mine = depth[ARGV[17 + place]] or 0
   owned = owned or mine > 0
   if mine > 0 and counts[place] * count <= most and not (soon and expected[place] > soon)
     and (not best or mine > best.depth or (mine == best.depth and counts[place] < best.load)) then
@@ -122,12 +122,12 @@ end
 local outcome = best and 'affinity' or (owned and 'spill' or 'cold')
 if kept ~= '' then
   for place = 1, count do
-    if ARGV[16 + place] == kept then
+    if ARGV[17 + place] == kept then
       best, outcome = {place = place}, 'session'
     end
   end
 end
-if promising and total == 0 then -- nothing is in flight, nothing is expected
+if promising and whole and total == 0 then -- nothing is in flight anywhere, nothing is expected
   local again = redis.call('HGET', KEYS[3], '#again')
   if again then
     redis.call('HINCRBY', KEYS[4], 'asked', again)
@@ -136,7 +136,7 @@ if promising and total == 0 then -- nothing is in flight, nothing is expected
   redis.call('UNLINK', KEYS[3])
 end
 if not best then
-  local promised = promising and redis.call('HMGET', KEYS[3], unpack(ARGV, 17, offset)) or {}
+  local promised = promising and redis.call('HMGET', KEYS[3], unpack(ARGV, 18, offset)) or {}
   for i = 0, count - 1 do
     local place = (turn + i) % count + 1
     local load = counts[place] + tonumber(promised[place] or 0)
@@ -145,12 +145,12 @@ if not best then
     end
   end
 end
-local chosen = ARGV[16 + best.place]
+local chosen = ARGV[17 + best.place]
 local reply = {chosen, outcome, depth[chosen] or 0, common, known}
 if ARGV[14] ~= '' then -- before anything is changed: these are what it was decided from
-  local promised = promising and redis.call('HMGET', KEYS[3], unpack(ARGV, 17, offset)) or {}
+  local promised = promising and redis.call('HMGET', KEYS[3], unpack(ARGV, 18, offset)) or {}
   for place = 1, count do
-    reply[#reply + 1] = depth[ARGV[16 + place]] or 0
+    reply[#reply + 1] = depth[ARGV[17 + place]] or 0
     reply[#reply + 1] = counts[place]
     reply[#reply + 1] = tonumber(promised[place] or 0)
     reply[#reply + 1] = waits[place] or 0

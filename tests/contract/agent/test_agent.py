@@ -243,7 +243,7 @@ async def test_what_the_engine_has_lost_is_not_said_to_be_held_until_it_is_back(
     assert bench.engine.listed() == {name: str(bench.staged / name) for name in (lost, other)}
     told = [fields for _, fields in await bench.registry.client.read_stream(bench.registry.keys.events, "0")]
     assert [each["version"] for each in told if each["type"] == "replica.acked"].count(lost) == 2
-    assert (await bench.registry.holding("r1")) is not None
+    assert "r1" in await bench.registry.holdings(["r1"])
 
 
 async def _said(bench: Bench, names: set[str]) -> bool:
@@ -267,7 +267,8 @@ async def test_a_restarted_engine_is_another_life_and_gets_everything_again(
 
         async def again() -> bool:
             acks = await bench.registry.acks("r1")
-            # what the first life lost is taken back, where the agent looks before it knows of the second
+            # what the first life was known to have lost was taken back, if the agent looked before it knew of the
+            # second
             return all(name in acks and acks[name].engine_epoch != first[name].engine_epoch for name in names)
 
         await wait_until(again, timeout_s=15)

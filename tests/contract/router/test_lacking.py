@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from typing import Any
+
+import pytest
 
 from adaptersync_core.records import Ack, ReplicaReport
 from adaptersync_core.registry import Registry
@@ -116,6 +119,24 @@ async def test_nobody_waits_for_a_replica_that_has_left(fleet: Fleet) -> None:
         answer = await asyncio.wait_for(asking, 5)
         assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
         assert (await asyncio.wait_for(fleet.complete(V1, LONG), 5)).status == 503
+
+
+async def test_what_agents_say_is_read_in_one_call(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry(fleet.control, fleet.keys)
+    for replica in fleet.replicas.values():
+        await _say(fleet, replica, V1, accepts=V1)
+    calls = 0
+    script = fleet.control.script
+
+    async def counted(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return await script(*arguments)
+
+    monkeypatch.setattr(fleet.control, "script", counted)
+    found = await registry.holdings([*fleet.replicas, "nobody"])
+    assert {name: holding.versions for name, holding in found.items()} == {name: {V1} for name in fleet.replicas}
+    assert calls == 1
 
 
 async def _held(fleet: Fleet, count: int) -> bool:

@@ -132,6 +132,15 @@ async def test_one_that_is_kept_at_the_floor_is_asked_when_nobody_else_is_left(f
         await fleet.rows(8)
 
 
+async def test_a_router_that_starts_later_knows_who_is_silent(fleet: Fleet) -> None:
+    silent, other = fleet.replicas
+    await fleet.tables.write({V1: "current"}, fleet.urls, members={silent: KEPT})
+    async with fleet.router():
+        for number in range(6):
+            answer = await fleet.complete(V1, [number])
+            assert (answer.status, answer.headers["x-adaptersync-replica"]) == (200, other)
+
+
 async def test_what_waits_where_nobody_else_could_answer_is_left_alone(fleet: Fleet) -> None:
     """It may have lost its agent only."""
     await fleet.tables.write({V1: "current"}, fleet.urls)

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 import ssl
 import subprocess
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from blockbuster import BlockBuster
 
 from adaptersync.router import connections as module
-from adaptersync.router.connection import ConnectFailed, ConnectTimedOut, CutShort, Unanswered, Unsendable
+from adaptersync.router.connection import (
+    ConnectFailed,
+    ConnectTimedOut,
+    CutShort,
+    Gone,
+    NoRoom,
+    Unanswered,
+    Unsendable,
+)
 from adaptersync.router.connections import origin
 from support.raw_server import Talk, answering, connections, raw_server
 from support.router_fleet import free_port
@@ -140,7 +150,7 @@ async def test_no_more_are_kept_or_opened_than_allowed(monkeypatch: pytest.Monke
         await wait_until(lambda: len(server.requests) == 4)
         gate.set()
         results = await asyncio.gather(*asking, return_exceptions=True)
-        assert [type(each) for each in results].count(ConnectFailed) == 2
+        assert [type(each) for each in results].count(NoRoom) == 2
         assert server.accepted == 4
         await wait_until(lambda: pool.counts(server.url) == (2, 2))
         assert await ask() == b"hello"  # those that ended made room
@@ -201,6 +211,49 @@ async def test_it_is_asked_anew_only_once_and_not_when_an_answer_had_begun() -> 
         with pytest.raises(CutShort):
             await pool.post(server.url, "/x", [], b"{}")
         assert len(server.requests) == 2
+
+
+async def _answers_once(talk: Talk) -> None:
+    await talk.request()
+    await talk.say(PLAIN)
+    await talk.request()
+
+
+async def test_what_ran_for_a_while_is_not_asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be what ended the other side."""
+    monkeypatch.setattr(module, "STALE_S", 0.0)
+    async with raw_server(_answers_once) as server, connections() as pool:
+        with await pool.post(server.url, "/x", [], b"{}"):
+            pass
+        with pytest.raises(Unanswered) as caught:
+            await pool.post(server.url, "/x", [], b"{}")
+        assert not isinstance(caught.value, Gone)  # nobody has looked
+        assert (server.accepted, len(server.requests)) == (1, 2)
+
+
+async def test_what_was_asked_and_then_nobody_was_there_is_not_as_if_nothing_was_asked() -> None:
+    async def dies(talk: Talk) -> None:
+        await _answers_once(talk)
+        talk.server.leave()
+
+    async with raw_server(dies) as server, connections() as pool:
+        with await pool.post(server.url, "/x", [], b"{}"):
+            pass
+        with pytest.raises(Gone):
+            await pool.post(server.url, "/x", [], b"{}")
+        assert pool.counts(server.url) == (0, 0)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS])
+async def test_want_of_room_on_this_side_is_another_error(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*_: object, **__: object) -> NoReturn:
+        raise OSError(number, "no room")
+
+    async with raw_server(_patient) as server, connections() as pool:
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", fails)
+        with pytest.raises(NoRoom, match="no room"):
+            await pool.post(server.url, "/x", [], b"{}")
+        assert pool.counts(server.url) == (0, 0)
 
 
 async def test_nobody_there() -> None:

@@ -49,3 +49,9 @@ def test_a_report_names_versions_by_replica_and_only_so_many() -> None:
     for seq in range(TOLD):
         lacking.found("r2", version_name(10 + seq), "life")
     assert sum(map(len, lacking.report().values())) == TOLD
+    lacking.told(lacking.untold(), 1000)  # those, and no others
+    assert lacking.untold() == []
+    last = version_name(10 + TOLD - 1)
+    assert not lacking.confirm("r2", holding(1001, last))
+    assert lacking.confirm("r0", holding(1001, V1, V2))
+    assert len(lacking.untold()) == 2

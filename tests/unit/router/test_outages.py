@@ -70,6 +70,34 @@ def test_one_request_at_a_time_tries_it_again() -> None:
     assert outages.trial(READY, V1, now) == ""
 
 
+def test_a_connection_is_enough_where_nobody_was_there() -> None:
+    outages = made()
+    away(outages, "r0", 10.0)
+    assert outages.trial(READY, V1, 11.0) == "r0"
+    outages.reached("r0")
+    assert outages.candidates(READY, V1, (), 11.0) == READY
+    assert outages.trial(READY, V1, 11.0) == ""
+    for _ in range(IN_A_ROW - 1):  # that it was away is the first of them: nothing has been answered since
+        assert outages.state("r0", 11.0) == "closed"
+        outages.failed("r0", LIFE, 11.0, "500")
+    assert outages.state("r0", 11.0) == "open"
+    outages.reached("r0")
+    assert outages.state("r0", 11.0) == "open"
+
+
+def test_a_connection_is_not_enough_for_one_that_fails_what_it_is_asked() -> None:
+    outages = made()
+    for _ in range(IN_A_ROW):
+        outages.failed("r0", LIFE, 10.0, "500")
+    outages.reached("r0")
+    assert outages.candidates(READY, V1, (), 20.0) == ["r1", "r2"]
+    away(outages, "r0", 20.0)  # restarted by somebody, say
+    outages.reached("r0")
+    assert outages.candidates(READY, V1, (), 30.0) == ["r1", "r2"]
+    outages.answered("r0")
+    assert outages.candidates(READY, V1, (), 30.0) == READY
+
+
 def test_where_there_is_nobody_else_nobody_tries_it_alone() -> None:
     outages = made()
     away(outages, "r0", 10.0)

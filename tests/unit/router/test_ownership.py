@@ -53,6 +53,7 @@ def route(cache: redis.Redis) -> Route:
         kept: str = "",
         tokens: int = 0,
         now_us: int = 0,
+        whole: bool = True,
     ) -> Choice:
         cache.rpush("clock", now_us // SECOND_US, now_us % SECOND_US)
         reply = cache.eval(
@@ -78,6 +79,7 @@ def route(cache: redis.Redis) -> Route:
             kept,
             "",
             tokens,
+            "1" if whole else "",
             len(candidates),
             *candidates,
             *hashes,
@@ -150,7 +152,8 @@ def test_script_and_policy_agree(
     for prompt, candidates, turn, ends, (weight, alike), kept, tokens, later_us in steps:
         hashes = hashes_of(prompt)
         now_us += later_us
-        expected = books.route(hashes, candidates, turn, weight, alike, kept, now_us=now_us, tokens=tokens)
+        whole = len(candidates) == len(REPLICAS)
+        expected = books.route(hashes, candidates, turn, weight, alike, kept, whole=whole, now_us=now_us, tokens=tokens)
         got = route(
             hashes,
             candidates,
@@ -162,6 +165,7 @@ def test_script_and_policy_agree(
             kept=kept,
             now_us=now_us,
             tokens=tokens,
+            whole=whole,
         )
         assert got == expected
         if ends:

@@ -125,6 +125,14 @@ def test_when_nothing_is_in_flight_nothing_is_expected() -> None:
     assert held(books.promises) == {first.replica: 7}  # of the new one alone
 
 
+def test_of_those_left_out_nothing_is_concluded() -> None:
+    books = Books(policy="promise", spill=8)
+    first = books.route(["a"], ("r0", "r1"), 0)
+    (other,) = {"r0", "r1"} - {first.replica}
+    books.route(["b"], (other,), 0, whole=False)
+    assert set(books.promises.prompts) == {"a", "b"}
+
+
 def test_two_groups_that_begin_at_once_grow_on_two_replicas() -> None:
     for policy, apart in (("promise", 16), ("threshold", 9)):
         books = Books(policy=policy, spill=8)  # type: ignore[arg-type]

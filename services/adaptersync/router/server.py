@@ -220,8 +220,7 @@ class _Connection(asyncio.Protocol):
         except Refused as error:
             self._refuse(error)
         except HttpParserError as error:
-            cause = error.__context__
-            self._refuse(cause if isinstance(cause, Refused) else Refused(400, f"request is not HTTP: {error}"))
+            self._refuse(_said(error))
 
     def _read(self, data: bytes) -> bytes:
         """Returns what is to be read anew, from a request on that offers another protocol.
@@ -387,8 +386,7 @@ class _Connection(asyncio.Protocol):
 
     def _refuse(self, error: Refused) -> None:
         """Nothing more is read; what came before is still answered."""
-        # kept as it was raised, it would keep whoever raised it, and with them what had come of the body
-        self._broken = Refused(error.status, error.reason)
+        self._broken = Refused(error.status, error.reason)  # as it was raised it would keep all that led to it
         self._server.arriving -= self._size
         self._size = 0
         self._body = []
@@ -401,6 +399,12 @@ class _Connection(asyncio.Protocol):
             request = Request(self, target=self._target.decode("latin-1"), headers=self._headers)
             request.answer(self._server.service.refuse(request, error))
             self._transport.write_eof()
+
+
+def _said(error: HttpParserError) -> Refused:
+    """What one of our callbacks has raised, or the parser itself."""
+    cause = error.__context__
+    return cause if isinstance(cause, Refused) else Refused(400, f"request is not HTTP: {error}")
 
 
 def _origin_form(target: str) -> str:

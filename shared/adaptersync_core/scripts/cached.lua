@@ -1,3 +1,4 @@
+-- with blocks.lua
 -- A replica's engine has cached some blocks of one version, or has some no longer. Safe to repeat.
 -- KEYS: owned blocks of the version
 -- ARGV: replica, blocks kept for one version, seconds to live, how many blocks were cached, their hashes ...,
@@ -6,8 +7,6 @@
 -- Values are those of route.lua, "child:owner,owner". What follows a block is the routers' to say and is left as it is:
 -- they know prompts, the engine's next block may be one of many answers. A block that nobody owns is forgotten, unless
 -- it is known as boilerplate ('*'), which no engine could tell again.
-local CHUNK = 64 -- these two as in route.lua
-local OWNERS = 16
 local replica, limit, stored = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[4])
 
 local function without(holders)
@@ -18,25 +17,6 @@ local function without(holders)
     end
   end
   return kept
-end
-
--- As in route.lua.
-local function forget_blocks(excess, place)
-  for _ = 1, 8 do -- a row may end with the hash, and goes on at its beginning
-    local found = redis.call('HSCAN', KEYS[1], place, 'COUNT', excess)
-    local last = math.min(#found[2], 2 * excess) -- names and values take turns
-    for first = 1, last, 2 * CHUNK do
-      local gone = {}
-      for i = first, math.min(first + 2 * CHUNK - 1, last), 2 do
-        gone[#gone + 1] = found[2][i]
-      end
-      excess = excess - redis.call('HDEL', KEYS[1], unpack(gone))
-    end
-    place = found[1]
-    if excess <= 0 then
-      return
-    end
-  end
 end
 
 local changes, fresh, gone = {}, 0, {}

@@ -1,3 +1,4 @@
+-- with blocks.lua
 -- Choose a replica for one request, count it in flight there, and note that its prompt will be cached there.
 -- The choice is that of adaptersync/router/policy.py, what is promised that of promises.py beside it, and how long
 -- prefills will take that of queues.py; the cost is bounded by blocks of one request + candidates.
@@ -14,9 +15,7 @@
 -- in the order in which they came, from "#first" to before "#next", "#again" how many came again since the last new one.
 -- Queues: "replica" the moment at which all it was sent will be prefilled, by this server's clock, "replica|" its tokens a
 -- second.
-local CHUNK = 64 -- blocks in one read or write: the chain ends somewhere, and Lua's stack is finite
 local HEAD = 4
-local OWNERS = 16 -- owners remembered of one block; the oldest gives way
 local EVEN = 8 -- these are explained in policy.py, promises.py and queues.py
 local FEWEST, MOST_PROMPTS = 64, 4096
 local MOST = 255
@@ -240,25 +239,6 @@ local function joined(holders)
     holders = match(holders, ',(.*)$')
   end
   return holders == '' and chosen or holders .. ',' .. chosen
-end
-
--- Forget so many blocks, those in a row from some place of the hash: to draw each by lot takes ten times as long.
-local function forget_blocks(excess, place)
-  for _ = 1, 8 do -- a row may end with the hash, and goes on at its beginning
-    local found = redis.call('HSCAN', KEYS[1], place, 'COUNT', excess)
-    local last = math.min(#found[2], 2 * excess) -- names and values take turns
-    for first = 1, last, 2 * CHUNK do
-      local gone = {}
-      for i = first, math.min(first + 2 * CHUNK - 1, last), 2 do
-        gone[#gone + 1] = found[2][i]
-      end
-      excess = excess - redis.call('HDEL', KEYS[1], unpack(gone))
-    end
-    place = found[1]
-    if excess <= 0 then
-      return
-    end
-  end
 end
 
 local changes, before, after = {}, nil, nil

@@ -108,7 +108,7 @@ def route(
 ) -> tuple[str, str]:
     """As routers choose; nothing stays in flight."""
     keys = (OWNED, KEYS.inflight, KEYS.promises(VERSION), KEYS.repeats("run-a"), KEYS.queues)
-    settings = ("promise", 8, 0, 1000, 60, 60, 60, 60, 60, 1, 1, "", "", 0)
+    settings = ("promise", 8, 0, 1000, 60, 60, 60, 60, 60, 1, 1, "", "", 0, "1")
     arguments: tuple[str | int, ...] = ("left", *settings, len(candidates), *candidates, *hashes)
     replica, outcome, *_ = server.eval(Script("route").source, len(keys), *keys, *arguments)
     server.delete(KEYS.inflight, KEYS.promises(VERSION))

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+from types import FrameType
 from typing import Any
 
 import msgspec
 from rq import Queue, Worker
 from rq.job import Job
 from rq.serializers import JSONSerializer
+from rq.utils import now
 
 from adaptersync_core.config import Config, as_text, variable
 from adaptersync_core.errors import ControlError
@@ -24,6 +27,7 @@ from adaptersync_core.redis import rq_connection, translated
 from adaptersync_core.telemetry import configure_logging
 
 MAINTENANCE_S = 60
+LOOK_S = 1  # how soon a worker without a job learns that it is to stop
 JOBS = frozenset({VERIFY})  # what a worker runs
 
 log = logging.getLogger(__name__)
@@ -51,6 +55,25 @@ class ListedJob(Job):
         return None
 
 
+class PatientWorker(Worker):
+    """Stops between two jobs. rq's own worker raises an exception out of its signal handler, and asks Redis from there:
+    in the midst of whatever it does, which has lost the signal, and has crashed the interpreter."""
+
+    def request_stop(self, signum: int, frame: FrameType | None) -> None:
+        self._stop_requested = True
+        self._shutdown_requested_date = now()
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, self.request_force_stop)
+
+    def dequeue_job_and_maintain_ttl(
+        self, timeout: int | None, max_idle_time: int | None = None
+    ) -> tuple[Job, Queue] | None:
+        while not self._stop_requested:
+            if (found := super().dequeue_job_and_maintain_ttl(LOOK_S, LOOK_S)) is not None:
+                return found
+        return None
+
+
 def run_worker(config: Config) -> None:
     """Work until SIGTERM; the job in hand is finished first."""
     name = f"{socket.gethostname()}-{os.getpid()}"
@@ -61,7 +84,7 @@ def run_worker(config: Config) -> None:
     queue = Queue(queue_name(config.group.name), connection=connection, serializer=JSONSerializer, job_class=ListedJob)
     with translated(config.redis.control_url):
         connection.ping()  # rq would wait for ever, and without a word
-        worker = Worker(
+        worker = PatientWorker(
             [queue],
             name=f"adaptersync-{name}",
             connection=connection,

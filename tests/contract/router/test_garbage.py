@@ -22,17 +22,18 @@ pytestmark = pytest.mark.usefixtures("no_collector")
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     gc.collect()
+    gc.freeze()  # what other tests have left is not looked at
     gc.disable()
     yield
     gc.enable()
-
-
-def alive(*kinds: type) -> list[object]:
-    return [each for each in gc.get_objects() if isinstance(each, kinds)]
+    gc.unfreeze()
 
 
 async def nothing_is_left(*kinds: type) -> None:
-    await wait_until(lambda: not alive(*kinds), what=f"{[kind.__name__ for kind in kinds]} are freed")
+    def freed() -> bool:
+        return not any(isinstance(each, kinds) for each in gc.get_objects())
+
+    await wait_until(freed, what=f"{[kind.__name__ for kind in kinds]} are freed")
 
 
 async def test_a_request_that_nobody_could_answer(fleet: Fleet) -> None:

@@ -118,7 +118,7 @@ class Connections:
         except Unanswered as error:
             if self._loop.time() - asked_at > STALE_S:
                 raise
-            unanswered = error  # it may have been closed before it was asked
+            unanswered = str(error)  # it may have been closed before it was asked; kept, the error would keep the body
         try:
             connection = await self._connect(url, where, deadline)
         except ConnectFailed as error:

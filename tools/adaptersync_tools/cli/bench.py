@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -27,6 +27,38 @@ keep_option = click.option(
     type=click.Path(file_okay=False, path_type=Path),
     help="Directory for the fleet's settings, data and logs; kept.  [default: a scratch one]",
 )
+
+
+Command = TypeVar("Command", bound=Callable[..., int])
+
+
+def engine_options(command: Command) -> Command:
+    """For benches on real engines: which model, and how many."""
+    for option in (
+        click.option("--replicas", type=click.IntRange(1, 16), default=2, show_default=True, help="vLLM servers."),
+        click.option(
+            "--models",
+            type=click.Path(file_okay=False, path_type=Path),
+            default=Path("runs/quickstart"),
+            show_default=True,
+            help="Where the quickstart's base model is kept.",
+        ),
+        click.option(
+            "--model",
+            type=click.Path(exists=True, file_okay=False, path_type=Path),
+            help="Directory of the base model.  [default: the quickstart's, made once below --models]",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def base_model(models: Path, directory: Path, narrator: Narrator) -> Path:
+    """The quickstart's, made once."""
+    from adaptersync_tools.quickstart import make_base_model
+
+    models.mkdir(parents=True, exist_ok=True)
+    return make_base_model(models.absolute(), directory, narrator)
 
 
 @click.group()
@@ -138,19 +170,7 @@ def decision(as_json: bool, replicas: tuple[int, ...], promotions: int, rounds: 
 
 @bench.command()
 @json_option
-@click.option(
-    "--model",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Directory of the base model.  [default: the quickstart's, made once below --models]",
-)
-@click.option(
-    "--models",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("runs/quickstart"),
-    show_default=True,
-    help="Where the quickstart's base model is kept.",
-)
-@click.option("--replicas", type=click.IntRange(1, 16), default=2, show_default=True, help="vLLM servers.")
+@engine_options
 @click.option(
     "--concurrency", type=click.IntRange(1, 256), default=8, show_default=True, help="Answers in flight, by replica."
 )
@@ -205,7 +225,6 @@ def engine(
     """
     from adaptersync_tools.bench import engine as measured
     from adaptersync_tools.bench.engine_report import show_more
-    from adaptersync_tools.quickstart import make_base_model
 
     settings = measured.Settings(
         replicas=replicas,
@@ -216,10 +235,7 @@ def engine(
         step_s=step,
     )
     with workplace(keep, in_memory=True) as (directory, narrator):
-        if model is None:
-            models.mkdir(parents=True, exist_ok=True)
-            model = make_base_model(models.absolute(), directory, narrator)
-        result = measured.run(settings, model, directory, narrator)
+        result = measured.run(settings, model or base_model(models, directory, narrator), directory, narrator)
     status = show(result, as_json=as_json)
     if not as_json:
         show_more(result)
@@ -228,19 +244,7 @@ def engine(
 
 @bench.command()
 @json_option
-@click.option(
-    "--model",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Directory of the base model.  [default: the quickstart's, made once below --models]",
-)
-@click.option(
-    "--models",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("runs/quickstart"),
-    show_default=True,
-    help="Where the quickstart's base model is kept.",
-)
-@click.option("--replicas", type=click.IntRange(1, 16), default=2, show_default=True, help="vLLM servers.")
+@engine_options
 @click.option("--prompts", type=click.IntRange(1, 100_000), default=64, show_default=True, help="Different ones.")
 @click.option("--completions", type=click.IntRange(1, 256), default=8, show_default=True, help="Of each prompt.")
 @click.option("--clients", type=click.IntRange(1, 1024), default=32, show_default=True, help="Requests in flight.")
@@ -276,16 +280,12 @@ def prefixes(
       adaptersync bench prefixes --prompts 256 --json | jq '.computed / .ideal'
     """
     from adaptersync_tools.bench import prefixes as measured
-    from adaptersync_tools.quickstart import make_base_model
 
     settings = measured.Settings(
         replicas=replicas, prompts=prompts, completions=completions, clients=clients, window=window
     )
     with workplace(keep, in_memory=True) as (directory, narrator):
-        if model is None:
-            models.mkdir(parents=True, exist_ok=True)
-            model = make_base_model(models.absolute(), directory, narrator)
-        result = measured.run(settings, model, directory, narrator)
+        result = measured.run(settings, model or base_model(models, directory, narrator), directory, narrator)
     status = show(result, as_json=as_json)
     if not as_json:
         measured.show_more(result)

@@ -29,7 +29,14 @@ REDIS_SCHEMES = ("redis", "rediss", "unix")
 WORKERS = 64  # processes of one router
 SPOOL_MIN_BYTES = 16_384  # a few rows
 BLOCKS = 4096  # of one prompt: one script call takes them all, and meanwhile the cache server serves nobody else
-AT_LEAST_ONE = ("max_inflight", "connections", "head_bytes", "body_bytes")  # with 0, the router would serve nothing
+# with 0, nothing would be served
+AT_LEAST_ONE = (
+    "coordinator.min_ready",
+    "router.max_inflight",
+    "router.connections",
+    "router.head_bytes",
+    "router.body_bytes",
+)
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -361,9 +368,10 @@ def _check(config: Config) -> None:
             key="router.table_max_age_s",
             value=config.router.table_max_age_s,
         )
-    for key in AT_LEAST_ONE:
-        if getattr(config.router, key) < 1:
-            raise ConfigError("setting must be at least 1", key=f"router.{key}", value=0)
+    for name in AT_LEAST_ONE:
+        section, _, key = name.partition(".")
+        if getattr(getattr(config, section), key) < 1:
+            raise ConfigError("setting must be at least 1", key=name, value=0)
     if config.router.arriving_bytes < config.router.body_bytes:
         raise ConfigError(
             f"setting must be at least router.body_bytes, {config.router.body_bytes}",
@@ -378,8 +386,6 @@ def _check(config: Config) -> None:
         )
     if not 1 <= config.router.workers <= WORKERS:
         raise ConfigError(f"setting must be 1 to {WORKERS}", key="router.workers", value=config.router.workers)
-    if config.coordinator.min_ready < 1:
-        raise ConfigError("setting must be at least 1", key="coordinator.min_ready", value=config.coordinator.min_ready)
 
 
 def _is_redis(url: str) -> bool:

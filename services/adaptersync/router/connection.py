@@ -14,6 +14,8 @@ from typing import Self
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
+from adaptersync.router.deadlines import Deadlines
+
 HEAD_BYTES = 64 << 10  # of an answer without getting on to its body, or from one piece of that to the next
 HEADERS = 256  # of an answer
 AHEAD_BYTES = 256 << 10  # of an answer wait for whoever reads it; with more, the connection is left unread
@@ -179,6 +181,7 @@ class Connection(asyncio.Protocol):
         "_answered",
         "_chunked",
         "_complete",
+        "_deadlines",
         "_forgotten",
         "_gone",
         "_head",
@@ -193,20 +196,21 @@ class Connection(asyncio.Protocol):
         "_quiet",
         "_ready",
         "_room",
-        "_timer",
         "_transport",
         "_written",
         "idle_since",
         "made",
     )
 
-    def __init__(self, ready: Callable[[Connection], None], gone: Callable[[Connection], None]) -> None:
+    def __init__(
+        self, ready: Callable[[Connection], None], gone: Callable[[Connection], None], deadlines: Deadlines
+    ) -> None:
         self._ready = ready
         self._gone = gone
+        self._deadlines = deadlines
         self._loop = asyncio.get_running_loop()
         self._parser = HttpResponseParser(self)
         self._transport: asyncio.Transport
-        self._timer: asyncio.TimerHandle | None = None
         self._room: asyncio.Future[None] | None = None  # waits for room to write in
         self._open = False
         self._forgotten = False
@@ -240,7 +244,7 @@ class Connection(asyncio.Protocol):
         """
         self._expect()
         answer = self._answer = Answer(self, self._loop)
-        self._timer = self._loop.call_at(deadline, self._expire)
+        self._deadlines.add(self, deadline)
         try:
             asked(answer)
             if len(body) <= ONE_WRITE:
@@ -296,14 +300,13 @@ class Connection(asyncio.Protocol):
 
     def _end(self, error: ReplicaError | None) -> None:
         answer, self._answer = self._answer, None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         if answer is not None:
+            self._deadlines.drop(self)
             answer.end(error)
         self._make_room()
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
+        """Its time has come."""
         self.fail(TimedOut("answer did not end in time"))
 
     def _make_room(self) -> None:

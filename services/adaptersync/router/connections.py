@@ -28,6 +28,7 @@ from adaptersync.router.connection import (
     Unanswered,
     Unsendable,
 )
+from adaptersync.router.deadlines import Deadlines
 
 IDLE_S = 4.0  # shorter than the 5 s after which vLLM's server closes
 STALE_S = 1.0  # one that had been closed shows it sooner; later, what was asked may be what ended the other side
@@ -89,6 +90,7 @@ class Connections:
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._places: dict[str, _Place] = {}  # by address
+        self._deadlines = Deadlines()
         self._sweeping: asyncio.TimerHandle | None = None
         self._closed = False
         self._empty = asyncio.Event()
@@ -157,7 +159,9 @@ class Connections:
         if place.open >= self._most:
             raise NoRoom(f"{place.open} to this replica are open")
         connection = Connection(
-            lambda connection: self._ready(place, connection), lambda connection: self._gone(url, place, connection)
+            lambda connection: self._ready(place, connection),
+            lambda connection: self._gone(url, place, connection),
+            self._deadlines,
         )
         place.open += 1
         made = False

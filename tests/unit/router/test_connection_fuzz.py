@@ -17,6 +17,7 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from adaptersync.router.connection import Answer, Connection, ReplicaError
+from adaptersync.router.deadlines import Deadlines
 
 LIMIT = 1 << 20
 TICKS = 10  # of the loop, in which everything must have come to its end
@@ -85,7 +86,7 @@ async def _ask(pieces: Sequence[bytes], ends: bool, resets: bool) -> Outcome:
     def gone(_: Connection) -> None:
         outcome.gone += 1
 
-    connection = Connection(ready, gone)
+    connection = Connection(ready, gone, Deadlines())
     transport = MemoryTransport(connection)
     connection.connection_made(cast(asyncio.Transport, transport))
     reading = asyncio.create_task(_read(connection, outcome))

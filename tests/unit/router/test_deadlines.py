@@ -18,7 +18,8 @@ class Waiting:
 
 
 async def test_each_expires_at_its_time_and_once_unless_it_was_dropped() -> None:
-    deadlines, now, expired = Deadlines(), asyncio.get_running_loop().time(), []
+    deadlines, now = Deadlines(), asyncio.get_running_loop().time()
+    expired: list[str] = []
     late, sooner, soonest, dropped, far = (
         Waiting(name, expired) for name in ("late", "sooner", "soonest", "no", "far")
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -27,12 +28,25 @@ async def proxy(cache_url: str) -> AsyncIterator[FaultProxy]:
         yield proxy
 
 
-@pytest.fixture
-async def pipe(proxy: FaultProxy) -> AsyncIterator[Pipe]:
-    pipe = Pipe(f"redis://127.0.0.1:{proxy.port}/0", name="test", timeout_s=0.3)
+@contextlib.asynccontextmanager
+async def connected(proxy: FaultProxy, timeout_s: float) -> AsyncIterator[Pipe]:
+    pipe = Pipe(f"redis://127.0.0.1:{proxy.port}/0", name="test", timeout_s=timeout_s)
     await pipe.connect()
     yield pipe
     await pipe.close()
+
+
+@pytest.fixture
+async def pipe(proxy: FaultProxy) -> AsyncIterator[Pipe]:
+    async with connected(proxy, timeout_s=10.0) as pipe:
+        yield pipe
+
+
+@pytest.fixture
+async def hasty(proxy: FaultProxy) -> AsyncIterator[Pipe]:
+    """For what is meant not to be answered."""
+    async with connected(proxy, timeout_s=0.3) as pipe:
+        yield pipe
 
 
 async def test_replies_belong_to_their_calls(pipe: Pipe) -> None:
@@ -63,27 +77,27 @@ async def test_a_script_the_server_does_not_know_is_sent(pipe: Pipe) -> None:
     assert await pipe.call("SCRIPT", "EXISTS", script.sha) == [1]
 
 
-async def test_silence_ends_in_time_and_the_pipe_comes_back(pipe: Pipe, proxy: FaultProxy) -> None:
+async def test_silence_ends_in_time_and_the_pipe_comes_back(hasty: Pipe, proxy: FaultProxy) -> None:
     proxy.blackhole = True
     started = asyncio.get_running_loop().time()
-    failed = await asyncio.gather(*(pipe.call("PING") for _ in range(3)), return_exceptions=True)
+    failed = await asyncio.gather(*(hasty.call("PING") for _ in range(3)), return_exceptions=True)
     assert all(isinstance(error, ControlUnavailable) for error in failed)
     assert asyncio.get_running_loop().time() - started < 1.0
     with pytest.raises(ControlUnavailable):  # at once, without waiting for a connection
-        await asyncio.wait_for(pipe.call("PING"), timeout=0.1)
+        await asyncio.wait_for(hasty.call("PING"), timeout=0.1)
     proxy.blackhole = False
-    await wait_until(lambda: pipe.connected)
-    assert await pipe.call("PING") == "PONG"
+    await wait_until(lambda: hasty.connected)
+    assert await hasty.call("PING") == "PONG"
 
 
-async def test_a_lost_reply_is_never_taken_for_another(pipe: Pipe, proxy: FaultProxy) -> None:
+async def test_a_lost_reply_is_never_taken_for_another(hasty: Pipe, proxy: FaultProxy) -> None:
     proxy.arm(Fault.LOSE_REPLY, match=b"INCR")
-    lost = await asyncio.gather(pipe.call("INCR", "n"), pipe.call("ECHO", "after"), return_exceptions=True)
+    lost = await asyncio.gather(hasty.call("INCR", "n"), hasty.call("ECHO", "after"), return_exceptions=True)
     assert all(isinstance(error, ControlUnavailable) for error in lost)
     with pytest.raises(ControlUnavailable):
-        await pipe.call("PING")
-    await wait_until(lambda: pipe.connected)
-    assert await pipe.call("GET", "n") == "1"  # it was done, once, and not repeated
+        await hasty.call("PING")
+    await wait_until(lambda: hasty.connected)
+    assert await hasty.call("GET", "n") == "1"  # it was done, once, and not repeated
 
 
 async def test_a_caller_that_leaves_does_not_shift_the_replies(pipe: Pipe) -> None:

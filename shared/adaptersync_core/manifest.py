@@ -8,6 +8,7 @@ nothing else that happens to lie in the directory.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -28,6 +29,7 @@ CONFIG_LIMIT = 1 << 20  # bytes
 WEIGHTS_LIMIT = 4 << 30  # bytes; far above any LoRA adapter, far below what would fill a host by accident
 MANIFEST_LIMIT = 8 << 20  # bytes; about 40,000 tensors
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"  # of a tensor's name, as PEFT saves it
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # parts of names that only trainers have
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of the types an adapter may have
 PLAIN_INITIALIZATIONS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")  # those that leave the base as it is
 
@@ -65,7 +67,7 @@ class PeftConfig(Struct, frozen=True, kw_only=True):
 
 
 class AdapterShape(Struct, frozen=True, kw_only=True):
-    """What the files say: LoRA rank (the largest of all modules), alpha, modules, base model and tensors.
+    """What the files say: LoRA rank (the largest of all that the config names), alpha, modules, base model and tensors.
 
     `tensors` maps a PEFT parameter name to its shape. `noop` is true when every `lora_B` is zero: such an adapter is
     servable and changes nothing.
@@ -141,7 +143,9 @@ def hash_file(path: Path) -> FileEntry:
 
 def inspect(directory: Path) -> AdapterShape:
     """Read a PEFT adapter directory; AdapterInvalid names what vLLM could not serve and what to change."""
-    config = _config(directory / CONFIG_FILE)
+    config = read_config(directory / CONFIG_FILE)
+    for objection in unservable(config):
+        raise objection
     path = directory / WEIGHTS_FILE
     if not path.is_file():
         raise AdapterInvalid(
@@ -197,7 +201,8 @@ def _zero(file: BinaryIO, size: int, width: int) -> bool:
     return True
 
 
-def _config(path: Path) -> PeftConfig:
+def read_config(path: Path) -> PeftConfig:
+    """adapter_config.json; AdapterInvalid when there is none, or it is of no LoRA adapter."""
     if not path.is_file():
         raise AdapterInvalid(
             f"{CONFIG_FILE} is missing", next_step="give a PEFT adapter directory", path=str(path.parent)
@@ -208,6 +213,11 @@ def _config(path: Path) -> PeftConfig:
         config = msgspec.json.decode(path.read_bytes(), type=PeftConfig)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise AdapterInvalid(f"adapter_config.json is not a LoRA configuration: {error}", path=str(path)) from error
+    return config
+
+
+def unservable(config: PeftConfig) -> Iterator[AdapterInvalid]:
+    """What a configuration switches on that vLLM cannot serve, one by one."""
     initialization = config.init_lora_weights
     plain = not isinstance(initialization, str) or initialization.lower() in PLAIN_INITIALIZATIONS
     unsupported = {
@@ -232,19 +242,21 @@ def _config(path: Path) -> PeftConfig:
     for key, (fine, next_step) in unsupported.items():
         if not fine:
             value = str(getattr(config, key))[:64]
-            raise AdapterInvalid("adapter uses what vLLM cannot serve", next_step=next_step, key=key, value=value)
-    return config
+            yield AdapterInvalid("adapter uses what vLLM cannot serve", next_step=next_step, key=key, value=value)
 
 
 def _check_tensors(tensors: dict[str, TensorSpec], config: PeftConfig) -> int:
-    """The largest rank; every tensor must be half of a pair (A: rank x in, B: out x rank) of a rank in the config."""
+    """The rank as vLLM counts it, which is the largest in the config, be it of no module.
+
+    Every tensor must be half of a pair (A: rank x in, B: out x rank) of a rank in the config. PEFT's prefix may be
+    missing, as in what PRIME-RL writes: vLLM takes both.
+    """
     if not tensors:
         raise AdapterInvalid("adapter has no tensors", file=WEIGHTS_FILE)
     ranks = {config.r, *(config.rank_pattern or {}).values()}
-    largest = 0
+    modules: dict[str, str] = {}
     for name, tensor in tensors.items():
-        if not name.startswith(PREFIX) or not name.endswith((A, B)):
-            raise AdapterInvalid("tensor is not a LoRA weight in PEFT's naming; vLLM would refuse it", tensor=name)
+        _check_name(name)
         other = tensors.get(name.removesuffix(A) + B if name.endswith(A) else name.removesuffix(B) + A)
         if other is None or len(tensor.shape) != 2 or len(other.shape) != 2:
             raise AdapterInvalid("tensor is not one half of a LoRA pair", tensor=name, shape=str(tensor.shape))
@@ -253,8 +265,32 @@ def _check_tensors(tensors: dict[str, TensorSpec], config: PeftConfig) -> int:
             raise AdapterInvalid("tensor has a rank the config or its other half does not name", tensor=name, rank=rank)
         if tensor.dtype not in FLOATS:
             raise AdapterInvalid("tensor has a type vLLM cannot serve", tensor=name, dtype=tensor.dtype)
-        largest = max(largest, rank)
-    return largest
+        if (twin := modules.setdefault(name.removeprefix(PREFIX), name)) != name:
+            raise AdapterInvalid(f"tensor is there twice, also as {twin}", next_step="save it once", tensor=name)
+    return max(ranks)
+
+
+def _check_name(name: str) -> None:
+    """AdapterInvalid unless vLLM takes the tensor for half of a LoRA pair, and of the module that was trained."""
+    parts = name.removeprefix(PREFIX).split(".")
+    wrapper = next((part for part in parts if part in WRAPPERS), "module" if parts[0] == "module" else "")
+    next_step = ""
+    if "lora_magnitude_vector" in parts:
+        next_step = "vLLM cannot serve DoRA; train with use_dora=False"
+    elif "lora_embedding_A" in parts or "lora_embedding_B" in parts:
+        next_step = "the fleet serves no trained embeddings; leave them out of target_modules"
+    elif name.endswith(".bias"):
+        next_step = "vLLM cannot serve biases; train with bias='none' and lora_bias=False"
+    elif "lora_A" not in parts and "lora_B" not in parts:
+        next_step = "vLLM serves no whole weights; drop modules_to_save, and save with save_embedding_layers=False"
+    elif not name.endswith((A, B)) or wrapper == "module":
+        next_step = "a state dict is no adapter: save it with the unwrapped model's save_pretrained"
+    elif wrapper:
+        next_step = f"vLLM would ignore it: take {wrapper} out of the name, or save the unwrapped model"
+    elif parts[0] == "base_model":
+        next_step = f"vLLM would ignore it: names begin with {PREFIX}, or with the model's own first module"
+    if next_step:
+        raise AdapterInvalid("tensor is not a LoRA weight that the fleet can serve", next_step=next_step, tensor=name)
 
 
 def check_against_base(shape: AdapterShape, base: dict[str, tuple[int, ...]]) -> None:

@@ -42,7 +42,10 @@ class CacheReport(Struct, frozen=True, kw_only=True):
 
 
 class ReplicaReport(Struct, frozen=True, kw_only=True):
-    """What an agent observes of its engine. `loaded` are the adapter ids the engine lists from our directory."""
+    """What an agent observes of its engine. `loaded` are the adapter ids the engine lists from our directory.
+
+    `root` is where it has its base model from, a path on its host or a hub's name; limits are 0 where it does not say.
+    """
 
     url: str
     base_model: str
@@ -55,6 +58,7 @@ class ReplicaReport(Struct, frozen=True, kw_only=True):
     draining: bool = False
     engine: str = ""
     host: str = ""
+    root: str = ""
     cache: CacheReport = CacheReport()
 
 

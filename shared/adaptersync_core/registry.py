@@ -385,6 +385,11 @@ class Registry:
         pairs = iter(reply)  # name, score, name, score, ...
         return [(name, int(score)) for name, score in zip(pairs, pairs, strict=True)]
 
+    async def newest(self, run: str, count: int) -> list[str]:
+        """Adapter ids of the latest announced versions of a run, newest first."""
+        names: list[str] = await self.client.command("ZRANGE", self.keys.published(run), 0, count - 1, "REV")
+        return names
+
     async def records(self, adapter_ids: Sequence[str]) -> list[tuple[Manifest | None, dict[str, str]]]:
         """Manifest and all fields of the record of each version, as far as they are still kept."""
         reads = [(("GET", self.keys.manifest(name)), ("HGETALL", self.keys.version(name))) for name in adapter_ids]
@@ -407,6 +412,14 @@ class Registry:
             [("TIME",), ("HMGET", self.keys.control, "leader", "lease_until_ms")]
         )
         return leader or "", int(until_ms or 0) / 1000 - time[0] - time[1] / 1e6
+
+    async def ready(self) -> dict[str, ReplicaReport]:
+        """What the replicas that may be sent requests last said of themselves."""
+        names = (await self.table()).ready()
+        records = await self._look([self.keys.replica(name) for name in names])
+        found = [(name, fields) for name, fields in zip(names, records, strict=True) if fields]
+        reports = {name: from_hash(name, fields, ReplicaReport) for name, fields in found}
+        return {name: report for name, report in reports.items() if report is not None}
 
     async def runs(self) -> list[str]:
         return sorted(await self.client.command("SMEMBERS", self.keys.runs))

@@ -147,6 +147,7 @@ class Agent:
             draining=draining,
             engine=f"vllm {facts.version}",
             host=socket.gethostname(),
+            root=facts.root,
             cache=self._follower.report() if self._follower else CacheReport(why="agent.kv_events is off"),
         )
         if self._follower:

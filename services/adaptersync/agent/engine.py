@@ -10,9 +10,9 @@ import asyncio
 import logging
 from pathlib import Path
 
-from adaptersync_core.errors import AdapterInvalid, EngineRefused, EngineUnavailable
+from adaptersync_core.base_model import base_shapes
+from adaptersync_core.errors import EngineRefused, EngineUnavailable
 from adaptersync_core.identity import is_adapter_id
-from adaptersync_core.tensors import read_header
 from adaptersync_core.vllm import EngineFacts, VllmClient
 
 log = logging.getLogger(__name__)
@@ -141,17 +141,3 @@ class Engine:
         """This life of the process, by our door's word where there is one, else by its start time."""
         identity = await self._client.identity()
         return identity.life if identity else await self._client.epoch()
-
-
-def base_shapes(root: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the base model's weights, from the headers of its files; empty when they are not on this host."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(root.glob("*.safetensors")) if root.is_absolute() else ():
-        try:
-            with path.open("rb") as file:
-                tensors, _ = read_header(file, size=path.stat().st_size, name=path.name)
-        except (OSError, AdapterInvalid) as error:
-            log.warning("base weights cannot be read, so adapters are not checked against them: %s", error)
-            return {}
-        shapes |= {name: tensor.shape for name, tensor in tensors.items()}
-    return shapes

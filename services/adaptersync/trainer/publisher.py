@@ -28,6 +28,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from adaptersync.trainer import history
 from adaptersync_core import markers
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
@@ -41,10 +42,11 @@ from adaptersync_core.errors import (
     StoreGone,
 )
 from adaptersync_core.events import REPORTS
+from adaptersync_core.fitness import fleet_findings
 from adaptersync_core.identity import check_run
 from adaptersync_core.keys import Keys
 from adaptersync_core.lane import ANSWER_S, FastLane
-from adaptersync_core.manifest import FILES, Manifest, check_finite, content_digest, hash_file, inspect
+from adaptersync_core.manifest import FILES, AdapterShape, Manifest, check_finite, content_digest, hash_file, inspect
 from adaptersync_core.proof import Probe
 from adaptersync_core.records import VersionRecord, Want
 from adaptersync_core.redis import RedisClient
@@ -150,6 +152,7 @@ class AdapterPublisher:
         self._watchers: list[Callable[[int], None]] = []
         self._publishing = threading.Lock()
         self._last: Manifest | None = None
+        self._compared: AdapterShape | None = None
         self._tidied = -math.inf
         self._said_at = time.monotonic()
         self._present = True
@@ -195,6 +198,7 @@ class AdapterPublisher:
                 raise PublicationFailed("publisher is closed", next_step="publish before close()", run=self.run)
             began = time.monotonic()
             shape = inspect(directory)
+            self._compare(shape)
             check_finite(directory)
             files = tuple(hash_file(directory / name) for name in FILES)
             hashed = time.monotonic()
@@ -225,6 +229,18 @@ class AdapterPublisher:
             self._last = manifest
             return publication
 
+    def _compare(self, shape: AdapterShape) -> None:
+        """AdapterInvalid when the fleet as it is would refuse the adapter; asked once for all that are alike."""
+        alike = replace(shape, noop=False)
+        if alike == self._compared:
+            return
+        reports = self._call(self._insist(self._registry.ready))
+        for finding in fleet_findings(shape, reports):
+            if finding.level == "error":
+                raise finding.refusal()
+            log.warning("%s; %s", finding.what, finding.fix)
+        self._compared = alike if reports else None
+
     def _store_and_announce(self, draft: Manifest, directory: Path) -> Publication:
         self._call(self._insist(self._find_store))
         nonce = secrets.token_hex(8)
@@ -251,6 +267,15 @@ class AdapterPublisher:
             self._store.tidy(self.run)
         except OSError as error:
             log.warning("leftovers in the store were not removed: %s", error)
+
+    def newest(self) -> Manifest | None:
+        """What of the run was announced last, by whomever."""
+        return self._call(self._insist(lambda: history.newest(self._registry, self._store, self.run)))
+
+    def find(self, digest: str, step: int | None) -> str:
+        """The version of the run with these bytes that was announced for this step; empty when there is none."""
+        find = history.find
+        return self._call(self._insist(lambda: find(self._registry, self._store, self.run, digest=digest, step=step)))
 
     def on_promoted(self, callback: Callable[[int], None]) -> None:
         """Call `callback(seq)` from this object's own thread whenever the run's current version changes."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from adaptersync.agent.canary import RANK, WEIGHTS, write_canary
-from adaptersync.agent.engine import base_shapes
+from adaptersync_core.base_model import base_shapes
 from adaptersync_core.manifest import FILES, check_against_base, inspect
 from adaptersync_tools.simulator.adapter_files import BaseModel, read_adapter
 from support.tiny_model import write_sizes

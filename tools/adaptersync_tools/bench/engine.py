@@ -22,9 +22,10 @@ from typing import TypeVar
 import msgspec
 from msgspec import Struct
 
-from adaptersync.agent.engine import Engine, base_shapes
+from adaptersync.agent.engine import Engine
 from adaptersync.agent.prove import Prover
 from adaptersync.trainer import AdapterPublisher
+from adaptersync_core.base_model import base_shapes
 from adaptersync_core.errors import AdapterInvalid, PublicationFailed
 from adaptersync_core.keys import Keys
 from adaptersync_core.manifest import FILES, Manifest, content_digest, hash_file, inspect

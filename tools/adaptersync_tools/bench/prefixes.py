@@ -14,8 +14,8 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from adaptersync.agent.engine import base_shapes
 from adaptersync.trainer import AdapterPublisher
+from adaptersync_core.base_model import base_shapes
 from adaptersync_core.blocks import block_hashes
 from adaptersync_core.errors import PublicationFailed, Unroutable
 from adaptersync_core.vllm import VllmClient

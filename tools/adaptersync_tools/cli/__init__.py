@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import click
 
-from adaptersync_tools.cli import bench, changing, local, reading, route, services
+from adaptersync_tools.cli import bench, changing, local, publishing, reading, route, services
 from adaptersync_tools.cli.common import run_command
 
 
@@ -36,6 +36,7 @@ for command in (
     *local.COMMANDS,
     *reading.COMMANDS,
     *route.COMMANDS,
+    *publishing.COMMANDS,
     *changing.COMMANDS,
     *services.COMMANDS,
     *bench.COMMANDS,

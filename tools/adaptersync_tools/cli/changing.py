@@ -1,4 +1,4 @@
-"""Commands that ask the fleet for something: publish, rollback, gate, end, verify; most wait for the outcome."""
+"""Commands that ask the fleet for something: rollback, gate, end, verify; they wait for the outcome."""
 
 from __future__ import annotations
 
@@ -31,49 +31,6 @@ from adaptersync_tools.output import console, print_json, state
 
 LOOK_S = 0.1
 PAGE = 256
-SHELL = "shell"  # the incarnation of every trainer that is this command
-
-
-@click.command()
-@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@config_option
-@json_option
-@click.option("--run", required=True, help="The run it belongs to; a new name begins a new run.")
-@click.option("--step", type=int, help="The trainer's step, for the record.")
-@click.option(
-    "--wait/--no-wait", default=True, help="Wait until it is current, or is not going to be.  [default: wait]"
-)
-@timeout_option(120.0)
-def publish(
-    directory: Path, config_path: Path | None, as_json: bool, run: str, step: int | None, wait: bool, timeout_s: float
-) -> int:
-    """Publish a PEFT adapter as the next version.
-
-    A trainer of the run that is still going can publish no more. What this command publishes, call after call, shares
-    a window: `adaptersync rollback` finds the version before. Exit status 0 when the version became current (with
-    --no-wait: when it is announced), 1 when it did not.
-
-    \b
-    Example:
-      adaptersync publish out/checkpoint-100 --run my-run
-    """
-    from adaptersync.trainer import AdapterPublisher
-
-    out = console()
-    with AdapterPublisher(settings(config_path), run=run, incarnation=SHELL) as publisher:
-        publication = publisher.publish(directory, step=step)
-        if not as_json:
-            out.print(Text.assemble("published ", (publication.adapter_id, "bold")))
-        if not wait:
-            if as_json:
-                print_json({"version": publication.adapter_id, "state": "published", "reason": ""})
-            return 0
-        outcome = publication.wait(timeout_s)
-    if as_json:
-        print_json({"version": publication.adapter_id, "state": outcome.state, "reason": outcome.reason})
-    else:
-        out.print(Text.assemble("it is ", state(outcome.state), f": {outcome.reason}" if outcome.reason else ""))
-    return 0 if outcome.state == "current" else 1
 
 
 @click.command()
@@ -265,4 +222,4 @@ def verify(version: str, config_path: Path | None, as_json: bool, timeout_s: flo
         raise AdapterInvalid(f"stored version is corrupt: {record.get('verified_reason')}", version=version)
 
 
-COMMANDS = (publish, rollback, gate, end, verify)
+COMMANDS = (rollback, gate, end, verify)

@@ -154,11 +154,14 @@ class Arrivals:
                 known.overtaken = not known.done
         self._known[one.name].done = True
 
-    def failed(self, one: Sighting, now: float) -> bool:
-        """It cannot be published as it is. Whether that is final: it has failed for the settle time, unchanged."""
+    def failed(self, one: Sighting, now: float, *, fleeting: bool = False) -> bool:
+        """It cannot be published as it is. Whether that is final, since nobody has written it for the settle time.
+
+        `fleeting` is a failure that may pass although nobody writes: it is final when it lasts as long.
+        """
         known = self._known[one.name]
         known.failed_at = now if known.failed_at is None else known.failed_at
-        known.done = now - known.failed_at >= self._settle_s
+        known.done = now - (known.failed_at if fleeting else known.since) >= self._settle_s
         return known.done
 
     def open(self) -> set[str]:

@@ -23,6 +23,7 @@ from adaptersync_core.manifest import FILES, content_digest, hash_file, inspect
 
 LATEST = 256  # directories looked at each time, by step; beyond them only what is new
 UNDECIDED = 16  # versions of which the fleet has not said what became of them; with so many the next one waits
+RETRY_S, RETRY_MOST_S = 1.0, 30.0  # after trouble with Redis or the store: at first, and at the last
 
 
 class News(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -53,11 +54,13 @@ class Watch:
         *,
         settle_s: float,
         everything: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._publisher = publisher
         self._directory = directory
         self._layout = layout
         self._tell = tell
+        self._clock = clock
         newest = publisher.newest()
         last = None
         if newest is not None:
@@ -67,6 +70,7 @@ class Watch:
         self._names: set[str] = set()
         self._undecided: dict[str, tuple[Publication, News]] = {}
         self._said: tuple[str, str] | None = None  # the last waiting or trouble, so that it is told once
+        self._not_before, self._pause_s = 0.0, 0.0  # after trouble
 
     @property
     def busy(self) -> bool:
@@ -83,6 +87,8 @@ class Watch:
         """Publish what is due now, one after the other."""
         while not stop.is_set():
             self._outcomes()
+            if self._clock() < self._not_before:
+                return
             if len(self._undecided) >= UNDECIDED:
                 self._once("waiting", f"the fleet has not decided on {UNDECIDED} versions", "see adaptersync status")
                 return
@@ -91,7 +97,7 @@ class Watch:
             except OSError as error:
                 self._once("waiting", f"{self._above} cannot be read: {error.strerror}", "check path and permissions")
                 return
-            one, passed = self._arrivals.due(here, time.monotonic())
+            one, passed = self._arrivals.due(here, self._clock())
             self._pass_over(passed)
             if one is None:
                 self._explain(here)
@@ -113,8 +119,10 @@ class Watch:
             raise
         except (ControlError, StoreError) as error:
             self._once("trouble", *_told(error), one)
+            self._pause_s = min(max(2 * self._pause_s, RETRY_S), RETRY_MOST_S)
+            self._not_before = self._clock() + self._pause_s
             return False
-        self._said = None
+        self._said, self._pause_s = None, 0.0
         if publication is None:
             self._arrivals.repeated(one)
             self._tell(self._news("repeated", one, version=before))
@@ -126,7 +134,8 @@ class Watch:
         return True
 
     def _failed(self, one: Sighting, error: AdapterInvalid | OSError) -> bool:
-        if self._see(one.name, one.step) != one or not self._arrivals.failed(one, time.monotonic()):
+        fleeting = not isinstance(error, AdapterInvalid)
+        if self._see(one.name, one.step) != one or not self._arrivals.failed(one, self._clock(), fleeting=fleeting):
             return False  # it is gone, or still on its way
         reason, fix = _told(error)
         self._tell(self._news("bad", one, reason=reason, fix=fix))
@@ -156,8 +165,9 @@ class Watch:
             self._once("waiting", f"none of {len(here)} directories has {mark}", "check --complete")
 
     def _once(self, what: str, reason: str, fix: str, one: Sighting | None = None) -> None:
-        if (what, reason) != self._said:
-            self._said = what, reason
+        kind = what, reason.partition(" (")[0]  # a number of the next attempt is no news
+        if kind != self._said:
+            self._said = kind
             self._tell(
                 self._news(what, one, reason=reason, fix=fix) if one else News(what=what, reason=reason, fix=fix)
             )

@@ -171,15 +171,7 @@ BAD_TENSORS: dict[str, Callable[[], Tensors]] = {
     "A alone": lambda: {name: one for name, one in pair().items() if "lora_A" in name},
     "B alone": lambda: {name: one for name, one in pair().items() if "lora_B" in name},
     "one of two pairs half": lambda: {**pair(), f"{STEM}2.lora_A.weight": ((2, 4), bytes(32))},
-    "without PEFT's prefix": lambda: pair("model.layers.0.self_attn.q_proj"),
-    "another prefix": lambda: pair("base_model.layers.0.q_proj"),
-    "with the adapter's name": lambda: {
-        name.replace(".weight", ".default.weight"): one for name, one in pair().items()
-    },
-    "bias": lambda: {**pair(), f"{STEM}.lora_B.bias": ((4,), bytes(16))},
-    "magnitude": lambda: {**pair(), f"{STEM}.lora_magnitude_vector.weight": ((4,), bytes(16))},
-    "saved module": lambda: {**pair(), "base_model.model.lm_head.weight": ((4, 4), bytes(64))},
-    "embedding": lambda: {**pair(), "base_model.model.model.embed_tokens.lora_embedding_A": ((2, 4), bytes(32))},
+    "once with PEFT's prefix and once without": lambda: pair() | pair(STEM.removeprefix("base_model.model.")),
     "rank of neither config nor pattern": lambda: pair(rank=3),
     "halves of different rank": lambda: pair(rank=2, rank_b=4),
     "three dimensions": lambda: {
@@ -193,6 +185,54 @@ BAD_TENSORS: dict[str, Callable[[], Tensors]] = {
 def test_tensors_that_are_no_lora_pairs_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(AdapterInvalid):
         inspect(written(tmp_path / "a", BAD_TENSORS[name](), r=2, rank_pattern={"k_proj": 4}))
+
+
+@pytest.mark.parametrize("stem", [STEM, STEM.removeprefix("base_model.model."), "lm_head"])
+def test_names_may_lack_pefts_prefix(tmp_path: Path, stem: str) -> None:
+    """As in what PRIME-RL broadcasts; vLLM takes both."""
+    shape = inspect(written(tmp_path / "a", pair(stem), r=2))
+    check_against_base(shape, {f"{stem.removeprefix('base_model.model.')}.weight": (4, 4)})
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        (f"{STEM}.lora_magnitude_vector.weight", "use_dora=False"),
+        (f"{STEM}.lora_magnitude_vector", "use_dora=False"),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", "leave them out of target_modules"),
+        ("base_model.model.model.embed_tokens.lora_embedding_B", "leave them out of target_modules"),
+        ("base_model.model.model.embed_tokens.weight", "save_embedding_layers=False"),
+        ("base_model.model.model.embed_tokens.base_layer.weight", "save_embedding_layers=False"),
+        ("base_model.model.lm_head.modules_to_save.weight", "drop modules_to_save"),
+        ("base_model.model.lm_head.weight", "drop modules_to_save"),
+        (f"{STEM}.lora_B.bias", "bias='none'"),
+        (f"{STEM}.bias", "bias='none'"),
+        (f"{STEM}.lora_A.default.weight", "save_pretrained"),
+        ("module.model.layers.0.self_attn.q_proj.lora_A.weight", "save_pretrained"),
+        ("base_model.model._orig_mod.model.layers.0.q_proj.lora_A.weight", "take _orig_mod out"),
+        ("_orig_mod.model.layers.0.q_proj.lora_A.weight", "take _orig_mod out"),
+        (
+            "base_model.model.model.layers.0._fsdp_wrapped_module.q_proj.lora_B.weight",
+            "take _fsdp_wrapped_module out",
+        ),
+        (
+            "base_model.model.model.layers.0._checkpoint_wrapped_module.q_proj.lora_B.weight",
+            "take _checkpoint_wrapped_module out",
+        ),
+        ("base_model.layers.0.q_proj.lora_A.weight", "names begin with base_model.model."),
+    ],
+)
+def test_a_tensor_the_fleet_cannot_serve_is_refused_with_what_to_do(tmp_path: Path, name: str, fix: str) -> None:
+    tensors = pair() | {name: ((2, 4), bytes(32))}
+    with pytest.raises(AdapterInvalid, match="not a LoRA weight") as refusal:
+        inspect(written(tmp_path / "a", tensors, r=2))
+    assert refusal.value.ids["tensor"] == name
+    assert fix in refusal.value.next_step
+
+
+def test_a_rank_counts_as_vllm_counts_it_be_it_of_no_module(tmp_path: Path) -> None:
+    assert inspect(written(tmp_path / "a", pair(rank=2), r=64, rank_pattern={"q_proj": 2})).rank == 64
+    assert inspect(written(tmp_path / "b", pair(rank=2), r=2, rank_pattern={"nothing": 32})).rank == 32
 
 
 def test_a_type_that_is_no_float_is_refused(tmp_path: Path) -> None:

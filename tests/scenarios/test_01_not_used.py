@@ -15,6 +15,8 @@ from msgspec.structs import replace
 from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterInvalid
 from adaptersync_core.events import AdapterPublished, ReplicaAcked
+from adaptersync_core.records import ReplicaReport
+from adaptersync_core.registry import Registry
 from support.adapters import make_adapter
 from support.wait import wait_until
 from support.whole_fleet import PROMPT, Replica, WholeFleet, whole_fleet
@@ -236,11 +238,12 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("misfit", MISFITS)
 async def test_s06_what_does_not_fit_the_base_is_refused_before_the_engine_sees_it(
-    fleet: WholeFleet, misfit: str
+    fleet: WholeFleet, misfit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape, said = MISFITS[misfit]
     trainer = await fleet.trainer()
     old = await fleet.promoted(trainer)
+    monkeypatch.setattr(Registry, "ready", _nobody)  # a trainer that could not ask them before it published
     loads = [replica.sim.calls["/v1/load_lora_adapter"] for replica in fleet.replicas.values()]
     fitting: dict[str, Any] = {"rank": 2, "hidden": 8, "intermediate": 16, "layers": 1, "targets": ("q_proj",)}
     source = make_adapter(fleet.directory / "misfit", **(fitting | shape))
@@ -251,6 +254,19 @@ async def test_s06_what_does_not_fit_the_base_is_refused_before_the_engine_sees_
     assert any(f"{replica}: " in outcome.reason for replica in fleet.replicas)
     assert [replica.sim.calls["/v1/load_lora_adapter"] for replica in fleet.replicas.values()] == loads
     assert (await fleet.complete("run", PROMPT)).json["model"] == old
+
+
+async def _nobody(_: Registry) -> dict[str, ReplicaReport]:
+    return {}
+
+
+async def test_s06_a_rank_the_fleet_would_refuse_is_not_announced(fleet: WholeFleet) -> None:
+    trainer = await fleet.trainer()
+    old = await fleet.promoted(trainer)
+    source = make_adapter(fleet.directory / "misfit", rank=32, hidden=8, layers=1, targets=("q_proj",))
+    with pytest.raises(AdapterInvalid, match="rank 32 is above the limit of 2 of 2 replicas, 16"):
+        await fleet.publish(trainer, source)
+    assert [event.version for event in await fleet.events("adapter.published")] == [old]
 
 
 @pytest.mark.parametrize(

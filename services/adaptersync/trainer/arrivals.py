@@ -142,16 +142,20 @@ class Arrivals:
         return self._first(here, now, passed)[0], passed
 
     def published(self, one: Sighting) -> None:
+        """So nothing older is, nor the rest of what was there at first: their times may be those of a copy."""
         self.last = Last(step=one.step, written_ns=one.written_ns)
+        for name in self._before or ():
+            if name in self._known and self._known[name].seen.step < one.step:
+                self._known[name].overtaken = True
         self.repeated(one)
 
     def repeated(self, one: Sighting) -> None:
         """It need not be published, since it was before; nor what is older."""
         self._before = set()
         for known in self._known.values():
-            older = known.seen.step < one.step and known.seen.written_ns <= one.written_ns
-            if older or (self._unmarked(known.seen) and known.seen.step < one.step):
-                known.overtaken = not known.done
+            seen = known.seen
+            if seen.step < one.step and (seen.written_ns <= one.written_ns or self._unmarked(seen)):
+                known.overtaken = True
         self._known[one.name].done = True
 
     def failed(self, one: Sighting, now: float, *, fleeting: bool = False) -> bool:
@@ -177,7 +181,7 @@ class Arrivals:
         if known is None:
             return _Known(seen=one, since=now)
         if known.seen.files != one.files:
-            return _Known(seen=one, since=now, overtaken=known.overtaken)
+            return _Known(seen=one, since=now, overtaken=known.overtaken and not known.done)
         known.seen = one
         return known
 

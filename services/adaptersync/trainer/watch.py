@@ -70,6 +70,7 @@ class Watch:
         self._names: set[str] = set()
         self._undecided: dict[str, tuple[Publication, News]] = {}
         self._said: tuple[str, str] | None = None  # the last waiting or trouble, so that it is told once
+        self._came = False
         self._not_before, self._pause_s = 0.0, 0.0  # after trouble
 
     @property
@@ -122,7 +123,7 @@ class Watch:
             self._pause_s = min(max(2 * self._pause_s, RETRY_S), RETRY_MOST_S)
             self._not_before = self._clock() + self._pause_s
             return False
-        self._said, self._pause_s = None, 0.0
+        self._said, self._pause_s, self._came = None, 0.0, True
         if publication is None:
             self._arrivals.repeated(one)
             self._tell(self._news("repeated", one, version=before))
@@ -150,13 +151,14 @@ class Watch:
     def _pass_over(self, passed: list[Sighting]) -> None:
         if not passed:
             return
+        self._came = True
         reason = "neither a later step nor written later than what was published"
         last = self._news("passed", passed[-1], reason=reason)
         self._tell(replace(last, count=len(passed)))
 
     def _explain(self, here: list[Sighting]) -> None:
-        """Say why nothing comes, as long as nothing ever came."""
-        if self._arrivals.last is not None:
+        """Say why nothing comes, as long as nothing did."""
+        if self._came:
             return
         mark = self._layout.complete
         if not here:

@@ -105,6 +105,14 @@ def test_of_what_was_there_before_only_the_newest_is_published() -> None:
     assert taken(those, one(9), one(10), one(11)) == [11]
 
 
+def test_of_what_was_there_before_the_newest_is_that_of_the_highest_step() -> None:
+    """Whatever the times say, which may be those of a copy."""
+    those = arrivals()
+    copied = [one(1, written=90), one(2, written=80), one(3, written=70)]
+    assert taken(those, *copied) == [3]
+    assert taken(those, one(1, written=95), *copied[1:]) == [1]  # this is a trainer that went back
+
+
 def test_on_request_all_of_what_was_there_before_is() -> None:
     assert taken(arrivals(everything=True), one(9), one(10), one(2)) == [2, 9, 10]
 
@@ -257,6 +265,15 @@ def test_what_turns_out_to_be_published_before_stands_for_all_before_it() -> Non
     those.repeated(one(3))
     assert those.due(here, 0.0) == (None, [one(1), one(2)])
     assert those.last == Last(step=-1, written_ns=99)
+
+
+def test_what_a_trainer_wrote_that_went_back_before_a_restart_comes_although_a_higher_step_is_there() -> None:
+    those = arrivals(last=Last(step=3, written_ns=65))
+    here = [one(3, written=60), one(4, written=70), one(5)]
+    due, _ = those.due(here, 0.0)
+    assert due == one(5)
+    those.repeated(one(5))
+    assert taken(those, *here) == [4]
 
 
 def test_it_remembers_no_more_than_what_is_there() -> None:

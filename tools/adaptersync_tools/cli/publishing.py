@@ -283,10 +283,8 @@ class _Told:
         style = STYLES.get(news.what) or state(news.what).style
         step = "" if news.step is None else f"step {news.step}"
         more = f" and {news.count - 1} more" if news.count > 1 else ""
-        about = ": ".join(part for part in (news.version or news.directory, news.reason) if part)
-        line = Text.assemble(
-            (time.strftime("%H:%M:%S  "), "dim"), f"{step:12}", (f"{news.what:12}", style), more, about
-        )
+        about = ": ".join(part for part in ((news.version or news.directory) + more, news.reason) if part)
+        line = Text.assemble((time.strftime("%H:%M:%S  "), "dim"), f"{step:12}", (f"{news.what:12}", style), about)
         self._out.print(line, soft_wrap=True)
         if news.fix:
             self._out.print(f"{'':34}{news.fix}", soft_wrap=True)

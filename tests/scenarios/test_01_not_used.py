@@ -15,9 +15,11 @@ from msgspec.structs import replace
 from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterInvalid
 from adaptersync_core.events import AdapterPublished, ReplicaAcked
+from adaptersync_core.manifest import WEIGHTS_FILE
 from adaptersync_core.records import ReplicaReport
 from adaptersync_core.registry import Registry
-from support.adapters import make_adapter
+from adaptersync_core.tensors import read_header
+from support.adapters import make_adapter, write_safetensors
 from support.wait import wait_until
 from support.whole_fleet import PROMPT, Replica, WholeFleet, whole_fleet
 
@@ -267,6 +269,23 @@ async def test_s06_a_rank_the_fleet_would_refuse_is_not_announced(fleet: WholeFl
     with pytest.raises(AdapterInvalid, match="rank 32 is above the limit of 2 of 2 replicas, 16"):
         await fleet.publish(trainer, source)
     assert [event.version for event in await fleet.events("adapter.published")] == [old]
+
+
+async def test_s06_names_without_pefts_prefix_are_served_as_prime_rl_writes_them(fleet: WholeFleet) -> None:
+    trainer = await fleet.trainer()
+    source = fleet.adapter()
+    path = source / WEIGHTS_FILE
+    with path.open("rb") as file:
+        specs, start = read_header(file, size=path.stat().st_size, name=path.name)
+        raw = path.read_bytes()[start:]
+    tensors = {
+        name.removeprefix("base_model.model."): (spec.shape, raw[slice(*spec.data_offsets)])
+        for name, spec in specs.items()
+    }
+    assert not tensors.keys() & specs.keys()
+    write_safetensors(path, tensors)
+    name = await fleet.promoted(trainer, source)  # proved by every replica
+    assert (await fleet.complete("run", PROMPT)).json["model"] == name
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ import pytest
 
 from adaptersync.coordinator.app import _coordinate
 from adaptersync.trainer import publisher as publisher_module
-from adaptersync.trainer.publisher import AdapterPublisher, Outcome
+from adaptersync.trainer.publication import Outcome, Publication
+from adaptersync.trainer.publisher import AdapterPublisher
 from adaptersync_core.config import (
     Config,
     CoordinatorSection,
@@ -107,11 +108,11 @@ async def publisher(group: Group) -> AsyncIterator[AdapterPublisher]:
         yield publisher
 
 
-async def publish(publisher: AdapterPublisher, source: object, **more: int) -> publisher_module.Publication:
+async def publish(publisher: AdapterPublisher, source: object, **more: int) -> Publication:
     return await asyncio.to_thread(publisher.publish, source, **more)  # type: ignore[arg-type]
 
 
-async def outcome(publication: publisher_module.Publication) -> Outcome:
+async def outcome(publication: Publication) -> Outcome:
     return await asyncio.to_thread(publication.wait, 10)
 
 

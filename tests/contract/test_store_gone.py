@@ -13,6 +13,7 @@ import pytest
 
 from adaptersync.coordinator.app import _coordinate
 from adaptersync.trainer import publisher as publisher_module
+from adaptersync.trainer.publication import Publication
 from adaptersync.trainer.publisher import AdapterPublisher
 from adaptersync_core import store_identity
 from adaptersync_core.config import Config, CoordinatorSection, GroupSection, JobsSection, RedisSection, StoreSection
@@ -158,7 +159,7 @@ async def test_while_the_mount_is_gone_nothing_is_decided_and_nothing_published(
     caplog.set_level(logging.WARNING, logger="adaptersync.coordinator")
     publisher = await asyncio.to_thread(AdapterPublisher, config, "run", max_staleness=1)
 
-    async def publish(seed: int) -> publisher_module.Publication:
+    async def publish(seed: int) -> Publication:
         source = small_adapter(tmp_path / f"adapter-{seed}", seed=seed)
         return await asyncio.to_thread(publisher.publish, source)
 

@@ -2,59 +2,86 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
-from adaptersync.trainer.publisher import Outcome
+from adaptersync.trainer.checkpoint import adapter_in
+from adaptersync.trainer.publication import Outcome
 from adaptersync_core.errors import PublicationFailed
 from adaptersync_core.identity import adapter_id
 
 
 class FakePublication:
-    def __init__(self, publisher: FakePublisher, seq: int) -> None:
-        self.seq = seq
+    """A submission that was published at once, unless its fate is one that comes before that."""
+
+    def __init__(self, publisher: FakePublisher, seq: int, step: int | None = None) -> None:
         self.adapter_id = adapter_id("run", seq, f"{seq:064x}")
         self.outcome: Outcome | None = None
+        self.trouble = ""
+        self.step = step
+        self.digest = f"{seq:064x}"
+        self._number = seq
         self._publisher = publisher
 
+    @property
+    def seq(self) -> int | None:
+        return None if self._publisher.fates.get(self._number) in ("replaced", "failed") else self._number
+
+    @property
+    def publication(self) -> FakePublication | None:
+        return None if self.seq is None else self
+
+    def published(self, timeout_s: float) -> FakePublication | None:
+        return self.publication
+
     def wait(self, timeout_s: float) -> Outcome:
-        self._publisher.waited_for.append(self.seq)
-        fate = self._publisher.fates.get(self.seq, "current")
+        self._publisher.waited_for.append(self._number)
+        fate = self._publisher.fates.get(self._number, "current")
         if fate == "silence":
             raise PublicationFailed(f"no outcome in {timeout_s:g} s", version=self.adapter_id)
         return self._publisher.decide(self, fate)
 
 
 class FakePublisher:
-    """`fates` says what becomes of a sequence number that is waited for; by default it is promoted."""
+    """`fates` says what becomes of a number that is waited for; by default it is promoted.
+
+    Numbers begin after `last`.
+    """
 
     epoch = 7
 
-    def __init__(self, fates: Mapping[int, str] | None = None) -> None:
+    def __init__(self, fates: Mapping[int, str] | None = None, *, last: int = 0) -> None:
         self.fates = dict(fates or {})
         self.current_seq: int | None = None
         self.waited_for: list[int] = []
         self.published: list[SimpleNamespace] = []
         self.closed = False
+        self.retries = 0
         self._callback: Callable[[int], None] = lambda _seq: None
-        self._seq = 0
+        self._seq = last
 
-    def announce(self) -> FakePublication:
+    def announce(self, step: int | None = None) -> FakePublication:
         self._seq += 1
-        return FakePublication(self, self._seq)
+        return FakePublication(self, self._seq, step)
 
     def decide(self, publication: FakePublication, fate: str) -> Outcome:
         if fate == "current":
-            self.current_seq = publication.seq
-            self._callback(publication.seq)
-        publication.outcome = Outcome(state=fate, reason=f"because of {publication.seq}")  # type: ignore[arg-type]
+            self.current_seq = publication._number
+            self._callback(publication._number)
+        reason = f"because of {publication._number}"
+        publication.outcome = Outcome(state=fate, reason=reason)  # type: ignore[arg-type]
         return publication.outcome
 
-    def publish(self, directory: Path, *, step: int, timings: Mapping[str, float]) -> FakePublication:
-        files = sorted(path.name for path in directory.iterdir())
-        self.published.append(SimpleNamespace(step=step, timings=dict(timings), files=files))
-        return self.announce()
+    def submit(self, directory: Path, *, step: int, timings: Mapping[str, float], remove: bool) -> FakePublication:
+        files = {path.name: path.read_bytes() for path in directory.iterdir()}
+        self.published.append(SimpleNamespace(step=step, timings=dict(timings), files=files, directory=directory))
+        submission = self.announce(step)
+        submission.digest = adapter_in(directory).digest
+        if remove:
+            shutil.rmtree(directory)
+        return submission
 
     def on_promoted(self, callback: Callable[[int], None]) -> None:
         self._callback = callback

@@ -23,7 +23,7 @@ from adaptersync.agent import app as agent_app
 from adaptersync.coordinator.app import _coordinate
 from adaptersync.router.app import serving as serving_router
 from adaptersync.trainer import AdapterPublisher
-from adaptersync.trainer.publisher import Outcome, Publication
+from adaptersync.trainer.publication import Outcome, Publication
 from adaptersync.trainer.relay import relay_app
 from adaptersync_core.config import (
     AgentSection,

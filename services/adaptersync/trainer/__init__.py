@@ -4,7 +4,9 @@
 unmodified TRL.
 """
 
-from adaptersync.trainer.publisher import AdapterPublisher, Outcome, Publication
+from adaptersync.trainer.publication import Outcome, Publication
+from adaptersync.trainer.publisher import AdapterPublisher
+from adaptersync.trainer.submissions import Submission
 from adaptersync_core.proof import Probe
 
-__all__ = ["AdapterPublisher", "Outcome", "Probe", "Publication"]
+__all__ = ["AdapterPublisher", "Outcome", "Probe", "Publication", "Submission"]

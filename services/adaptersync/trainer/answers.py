@@ -49,7 +49,7 @@ def judge(answer: Answer, *, run: str, asked: int, promoted: int) -> Verdict:
     if answer.status == 200:
         if answer.aborted:
             return Verdict.RETRY
-        if not _wrote(answer.served, run, asked):
+        if writer(answer, run) != asked:
             return Verdict.MISMATCH
         if not answer.voided:
             return Verdict.TAKE
@@ -67,9 +67,10 @@ def pause_s(attempt: int, retry_after_s: float | None) -> float:
     return min(max(wanted, 0.0), LONGEST_PAUSE_S)
 
 
-def _wrote(served: str | None, run: str, seq: int) -> bool:
+def writer(answer: Answer, run: str) -> int | None:
+    """The number of this run's version that wrote an answer, as the router says; None when it was another's."""
     try:
-        name = parse_adapter_id(served or "")
+        name = parse_adapter_id(answer.served or "")
     except NameInvalid:
-        return False
-    return (name.run, name.seq) == (run, seq)
+        return None
+    return name.seq if name.run == run else None

@@ -4,8 +4,9 @@
         publication = publisher.publish("out/adapter", step=10)
         outcome = publication.wait(60)          # current, superseded or rolled_back, with the reason
 
-`publish` returns when the version is stored and announced; the fleet loads it while training goes on. One publisher is
-one incarnation of the run's trainer: it begins a new epoch, and an older one that still lives can publish no more.
+`publish` returns when the version is stored and announced; the fleet loads it while training goes on. `submit` does not
+even wait for that: it saves a model and returns, and what remains is done by a thread of its own. One publisher is one
+incarnation of the run's trainer: it begins a new epoch, and an older one that still lives can publish no more.
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ import contextlib
 import logging
 import math
 import secrets
+import shutil
 import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from adaptersync.trainer import history
+from adaptersync.trainer.publication import Outcome, Publication
+from adaptersync.trainer.submissions import Submission, Submitter
 from adaptersync_core import markers
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
@@ -48,7 +51,7 @@ from adaptersync_core.keys import Keys
 from adaptersync_core.lane import ANSWER_S, FastLane
 from adaptersync_core.manifest import FILES, AdapterShape, Manifest, check_finite, content_digest, hash_file, inspect
 from adaptersync_core.proof import Probe
-from adaptersync_core.records import VersionRecord, Want
+from adaptersync_core.records import VersionRecord
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.store import ArtifactStore
@@ -56,6 +59,7 @@ from adaptersync_core.store_identity import agree
 
 INSIST_S = 30.0  # how long a call is repeated while Redis or the store is away; every call is safe to repeat
 PAUSE_S = 0.2
+CLOSE_S = 60.0  # for what was submitted to be published when it is closed; longer than a call is repeated
 BEAT_S = 2.0  # how often it says that it lives; several times within TRAINER_ALIVE_S
 LOOK_S = 1.0  # how often outcomes are looked for when no event says so
 
@@ -69,53 +73,6 @@ class SavesAdapter(Protocol):
     """A PeftModel, as far as it matters here."""
 
     def save_pretrained(self, save_directory: str) -> Any: ...
-
-
-class Outcome(Struct, frozen=True, kw_only=True):
-    """What became of a version. `current` says that it was promoted, even if another has followed since.
-
-    `want` says what the fleet lacked for one that was rolled back although nobody found it bad: room, or time.
-    """
-
-    state: Literal["current", "superseded", "rolled_back", "voided"]
-    reason: str = ""
-    want: Want = ""
-
-
-class Publication:
-    """A published version."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
-        self.adapter_id = manifest.adapter_id
-        self.seq = manifest.seq
-        self.digest = manifest.digest
-        self._settled: Future[Outcome] = Future()
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """None while the fleet is still at it, and when its publisher was closed before it was known."""
-        return None if not self._settled.done() or self._settled.exception() else self._settled.result()
-
-    def wait(self, timeout_s: float) -> Outcome:
-        """The outcome; PublicationFailed when there is none in time, or nobody looks for it any more."""
-        try:
-            return self._settled.result(timeout_s)
-        except TimeoutError:
-            raise PublicationFailed(
-                f"no outcome in {timeout_s:g} s",
-                next_step="look at adaptersync status: is a coordinator leading, are replicas ready?",
-                version=self.adapter_id,
-            ) from None
-
-    def settle(self, outcome: Outcome) -> None:
-        if not self._settled.done():
-            self._settled.set_result(outcome)
-
-    def abandon(self) -> None:
-        if not self._settled.done():
-            reason = "publisher was closed before the outcome was known"
-            self._settled.set_exception(PublicationFailed(reason, version=self.adapter_id))
 
 
 class AdapterPublisher:
@@ -151,6 +108,7 @@ class AdapterPublisher:
         self._pending: dict[str, Publication] = {}
         self._watchers: list[Callable[[int], None]] = []
         self._publishing = threading.Lock()
+        self._submitter = Submitter(self._publish_submitted, name=f"outgoing-{self.run}")
         self._last: Manifest | None = None
         self._compared: AdapterShape | None = None
         self._tidied = -math.inf
@@ -241,6 +199,41 @@ class AdapterPublisher:
             log.warning("%s; %s", finding.what, finding.fix)
         self._compared = alike if reports else None
 
+    def submit(
+        self,
+        source: str | Path | SavesAdapter,
+        *,
+        step: int | None = None,
+        timings: Mapping[str, float] | None = None,
+        probe: Probe | None = None,
+        remove: bool = False,
+    ) -> Submission:
+        """Like `publish`, and returns as soon as a model has saved itself: nothing is read, hashed or sent before.
+
+        A directory stays as it is until the submission has a `publication` or an `outcome`; with `remove` it is then
+        removed. What is submitted is published in order. What could not be, for want of a server or of room, is tried
+        again until it succeeds; a newer submission takes the place of one that waits or failed, which then counts as
+        `replaced`. An adapter the fleet could not serve counts as `failed`. Raises only what ends all publishing:
+        Fenced, or PublicationFailed after close().
+        """
+        if isinstance(source, str | Path):
+            directory = Path(source)
+        else:
+            with _directory(source, keep=True) as directory:
+                remove = True
+        submission = Submission(directory, step=step, timings=timings or {}, probe=probe, remove=remove)
+        self._submitter.submit(submission)
+        return submission
+
+    @property
+    def retries(self) -> int:
+        """How often a submission had to be tried again."""
+        return self._submitter.retries
+
+    def _publish_submitted(self, submission: Submission) -> Publication:
+        timings = {**submission.timings, "queued_s": time.monotonic() - submission.submitted_at}
+        return self.publish(submission.directory, step=submission.step, timings=timings, probe=submission.probe)
+
     def _store_and_announce(self, draft: Manifest, directory: Path) -> Publication:
         self._call(self._insist(self._find_store))
         nonce = secrets.token_hex(8)
@@ -282,13 +275,24 @@ class AdapterPublisher:
         self._watchers.append(callback)
 
     def close(self) -> None:
-        """Say that the run has ended, after a publication in progress. Versions that are under way go on without us."""
-        with self._publishing:
+        """Say that the run has ended, after what was submitted or is being published: CLOSE_S for all of it.
+
+        Versions the fleet is at go on without us.
+        """
+        give_up_at = time.monotonic() + CLOSE_S
+        self._submitter.close(CLOSE_S)
+        in_order = self._publishing.acquire(timeout=max(give_up_at - time.monotonic(), 0.0))
+        if not in_order:
+            log.warning("a publication does not end, for %.0f s: run %s is ended without it", CLOSE_S, self.run)
+        try:
             if self._thread.is_alive():
                 self._call(self._end())
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join()
                 self._loop.close()
+        finally:
+            if in_order:
+                self._publishing.release()
         for publication in self._pending.values():
             publication.abandon()
 
@@ -298,7 +302,7 @@ class AdapterPublisher:
         await self._begin()
         name = f"trainer-{self.run}"
         follow = ring_on_events(self._bell, self._client.url, self._registry.keys.events, name=name, unless=REPORTS)
-        self._tasks = [asyncio.create_task(follow), asyncio.create_task(self._watch())]
+        self._tasks = [asyncio.create_task(follow), asyncio.create_task(self._watch())]  # a loop alone forgets them
 
     async def _begin_again(self) -> None:
         """Redis lost our epoch: once a coordinator has restored what was decided, go on under the next one."""
@@ -409,9 +413,10 @@ class AdapterPublisher:
                 await asyncio.sleep(PAUSE_S)
 
     async def _end(self) -> None:
-        for task in self._tasks:
+        ours = asyncio.all_tasks() - {asyncio.current_task()}  # also a call of a publication that does not end
+        for task in ours:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*ours, return_exceptions=True)
         if self.epoch:
             try:
                 await self._registry.end_run(self.run, epoch=self.epoch)
@@ -421,7 +426,13 @@ class AdapterPublisher:
         await self._cache.close()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except (CancelledError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not self._loop.is_closed():
+                raise
+            work.close()
+            raise PublicationFailed("publisher was closed meanwhile", run=self.run) from error
 
 
 def _outcome(record: VersionRecord | None) -> Outcome | None:
@@ -435,7 +446,8 @@ def _outcome(record: VersionRecord | None) -> Outcome | None:
 
 
 @contextlib.contextmanager
-def _directory(source: str | Path | SavesAdapter) -> Iterator[Path]:
+def _directory(source: str | Path | SavesAdapter, *, keep: bool = False) -> Iterator[Path]:
+    """Where it lies; a model is saved, for as long as the block lasts or, to `keep`, until somebody removes it."""
     if isinstance(source, str | Path):
         yield Path(source)
         return
@@ -445,9 +457,16 @@ def _directory(source: str | Path | SavesAdapter) -> Iterator[Path]:
             next_step="give a PEFT directory or a PeftModel",
             given=type(source).__name__,
         )
-    with tempfile.TemporaryDirectory(prefix="adaptersync-") as scratch:
-        source.save_pretrained(scratch)
-        yield Path(scratch)
+    scratch = Path(tempfile.mkdtemp(prefix="adaptersync-"))
+    try:
+        source.save_pretrained(str(scratch))
+        yield scratch
+    except BaseException:
+        keep = False
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(scratch)
 
 
 def _no_run() -> str:

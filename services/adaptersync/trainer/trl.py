@@ -8,11 +8,15 @@
 A script for TRL changes the class and names the run; `args.vllm_server_base_url` is the router's address. The only
 module that touches TRL, which is loaded by importing this one. What it changes in TRL:
 
-- A sync saves the adapter and publishes it. Nothing is paused and no server is told to load anything.
-- Training goes on while the fleet stages, proves and promotes (`pace` says how far). `trainer.model_version` is the
-  sequence number last published, the rollout worker's is the one last promoted.
+- A sync gathers the adapter and saves it into a directory of its own; all else is done by the publisher's thread
+  (`outgoing`). Nothing is paused and no server is told to load anything.
+- Training goes on while the fleet stages, proves and promotes (`pace` says how far). `trainer.model_version` counts
+  syncs, the rollout worker's is the number of the version last promoted; a sample is as old as the syncs since its
+  version's.
 - A conversation asks for the version that was current when it began, until its end, and trains on an answer only if
-  the router says that this version wrote it (`answers`).
+  the router says that this version wrote it (`answers`). Once that is too old to be trained on, the conversation is cut
+  off, its request with it, and begun again; except in an environment, which only TRL can reset.
+- A checkpoint says which adapter it holds (`checkpoint`); training goes on from it with that adapter or not at all.
 - An error on one process is raised on all, so that none waits for the others for ever.
 - The rollout process is drained when it is stopped; TRL waits 15 s for it whenever its queues hold something. One
   that dies while it starts fails the run; TRL can hang.
@@ -22,28 +26,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import logging
 import pickle
 import queue
+import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 
-from adaptersync.trainer.answers import Answer, Verdict, judge, model_name, pause_s
+from adaptersync.trainer import checkpoint
+from adaptersync.trainer.answers import Verdict, judge, model_name, pause_s, writer
+from adaptersync.trainer.asking import ask
+from adaptersync.trainer.conversations import Clocks, Conversations, present
 from adaptersync.trainer.pace import Counts, Pace
-from adaptersync.trainer.publisher import AdapterPublisher, Publication
+from adaptersync.trainer.publication import Publication
+from adaptersync.trainer.publisher import AdapterPublisher
+from adaptersync.trainer.samples import Samples
+from adaptersync.trainer.submissions import Submission
 from adaptersync_core.config import Config, load_config
 from adaptersync_core.errors import AdapterSyncError, ConfigError, PublicationFailed, Unroutable
-from adaptersync_core.headers import VERSION, VOIDED
 from adaptersync_core.identity import check_run
 
 TRL_NEEDED = "adaptersync works with trl 1.16: pip install 'trl>=1.16,<1.17' 'peft>=0.19'"
@@ -58,7 +66,7 @@ except ImportError as error:
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE = "adaptersync.json"  # in a checkpoint, beside TRL's rollout_state.json
+NUMBER_S = 5.0  # for a checkpoint to learn the number of the version that has its bytes
 STOP_S = 15.0  # for the rollout process to end while it is drained; what it still makes is not wanted
 LULL_S = 0.02  # without anything to read: then a queue is taken as drained, for now
 MISMATCHES = 3  # wrong versions for one request: then the fleet is at fault, not chance
@@ -69,6 +77,8 @@ COUNTED_AS = {
     Verdict.RETRY: "rollout/vllm_retry_total",
     Verdict.GIVE_UP: "adaptersync/refused_total",
 }
+DOOMED = "adaptersync/doomed_total"
+SHOWN = ("published", "promoted", "superseded", "rolled_back", "replaced", "failed")  # counts among TRL's metrics
 
 # What is overridden or replaced below. TRL keeps these under `experimental`, where any release may move them.
 SEAMS: dict[Any, tuple[str, ...]] = {
@@ -78,10 +88,18 @@ SEAMS: dict[Any, tuple[str, ...]] = {
         "_sync_weight_lora",
         "_save_checkpoint",
         "_inner_training_loop",
+        "get_train_dataloader",
         "log",
     ),
     AsyncRolloutWorker: ("_loop_cls", "start", "stop", "check_health", "update_model_version"),
-    _AsyncRolloutLoop: ("_request_model", "_generate_one", "_generate_one_turn", "_post", "_score_group"),
+    _AsyncRolloutLoop: (
+        "_request_model",
+        "_generate_loop",
+        "_generate_one",
+        "_generate_one_turn",
+        "_post",
+        "_score_group",
+    ),
     async_grpo_trainer: ("AsyncRolloutWorker", "save_lora_adapter", "validate_lora_for_vllm_sync"),
     async_rollout_worker: ("is_vllm_available",),
 }
@@ -97,35 +115,43 @@ def check_seams(seams: dict[Any, tuple[str, ...]] | None = None) -> None:
         raise ConfigError(f"this TRL has no {', '.join(missing)}", next_step=TRL_NEEDED)
 
 
-@dataclass(slots=True)
-class Conversation:
-    """Which version a conversation asks for, and the oldest one that wrote a part of it."""
-
-    asks: int
-    oldest: int
-
-
-_conversation: ContextVar[Conversation] = ContextVar("conversation")
-
-
 class RolloutLoop(_AsyncRolloutLoop):
     """TRL's rollout loop, in its process: pins conversations to versions and judges every answer."""
 
     def __init__(self, *, arguments: str, **kwargs: Any) -> None:
         super().__init__(**pickle.loads(Path(arguments).read_bytes()), **kwargs)  # noqa: S301 - written by our parent
         self._written_by: dict[str, int] = {}  # rollout id → oldest version in it; emptied as groups are scored
+        self._conversations = Conversations(
+            self._model_version_value,
+            cut_off=self.environment_factories is None,  # one is reset where TRL begins a conversation, nowhere else
+            on_doomed=self._count_doomed,
+        )
+
+    def _count_doomed(self) -> None:
+        self._counters[DOOMED] += 1
 
     @property
     def _request_model(self) -> str:
-        return model_name(self.lora_name, _conversation.get().asks)
+        return model_name(self.lora_name, present.get().asks)
+
+    async def _generate_loop(self, stop_event: asyncio.Event) -> None:
+        """Ends at once when told to stop; TRL waits for answers that nobody will train on."""
+        generating = asyncio.create_task(super()._generate_loop(stop_event=stop_event))
+        beside = [asyncio.create_task(self._conversations.watch()), asyncio.create_task(stop_event.wait())]
+        try:
+            await asyncio.wait((generating, beside[1]), return_when=asyncio.FIRST_COMPLETED)
+            if generating.done() or not stop_event.is_set():
+                await generating
+        finally:
+            for task in (generating, *beside):
+                task.cancel()
+            await asyncio.gather(generating, *beside, return_exceptions=True)
 
     async def _generate_one(self, *args: Any, **kwargs: Any) -> Any:
-        current = self.model_version
-        conversation = Conversation(asks=current, oldest=current)
-        _conversation.set(conversation)  # every conversation is a task, and so has a context of its own
-        result = await super()._generate_one(*args, **kwargs)
+        begin = functools.partial(super()._generate_one, *args, **kwargs)
+        conversation, result = await self._conversations.hold(begin)
         for row in result[2]:
-            self._written_by[row.rollout_id] = conversation.oldest
+            self._written_by[row.rollout_id] = conversation.counts_as
         return result
 
     async def _score_group(self, group: Any) -> Any:
@@ -145,15 +171,15 @@ class RolloutLoop(_AsyncRolloutLoop):
         with another version. That ends the rollout process, and with it the run, with the reason: TRL itself would
         ask 90 times over 505 s and has no way to go on without one member of a group.
         """
-        conversation = _conversation.get()
+        conversation = present.get()
         give_up_at = time.monotonic() + timeout
         mismatches = attempt = 0
         while True:
             asked, name = conversation.asks, self._request_model
-            answer, body = await self._ask(path, {**payload, "model": name}, timeout)
+            answer, body = await ask(self.session, f"{self.vllm_server_url}{path}", {**payload, "model": name}, timeout)
             verdict = judge(answer, run=self.lora_name, asked=asked, promoted=self.model_version)
             if verdict is Verdict.TAKE:
-                conversation.oldest = min(conversation.oldest, asked)
+                conversation.took(writer(answer, self.lora_name) or asked)
                 return body
             if verdict is Verdict.MISMATCH:
                 mismatches += 1
@@ -173,37 +199,20 @@ class RolloutLoop(_AsyncRolloutLoop):
                 )
             await asyncio.sleep(wait_s)
 
-    async def _ask(self, path: str, payload: dict[str, Any], timeout: float) -> tuple[Answer, Any]:
-        try:
-            async with self.session.post(
-                f"{self.vllm_server_url}{path}", json=payload, timeout=aiohttp.ClientTimeout(total=timeout)
-            ) as response:
-                raw = await response.read()
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            return Answer(status=0, reason=f"{type(error).__name__}: {error}"), None
-        if response.status != 200:
-            retry_after = response.headers.get("Retry-After", "")
-            return Answer(
-                status=response.status,
-                retry_after_s=float(retry_after) if retry_after.isdecimal() else None,
-                reason=raw[:300].decode(errors="replace"),
-            ), None
-        try:
-            body = msgspec.json.decode(raw)
-            served = response.headers.get(VERSION) or body["model"]
-            aborted = body["choices"][0].get("finish_reason") == "abort"
-        except (msgspec.DecodeError, KeyError, IndexError, TypeError, AttributeError) as error:
-            return Answer(status=0, reason=f"not a completion ({type(error).__name__}: {error})"), None
-        voided = VOIDED in response.headers
-        reason = "aborted by vLLM" if aborted else f"{served} was found bad meanwhile" if voided else ""
-        return Answer(status=200, served=served, aborted=aborted, voided=voided, reason=reason), body
-
 
 class RolloutWorker(AsyncRolloutWorker):
     """TRL's handle on the rollout process: our loop in it, a start that cannot hang, a stop that need not wait."""
 
     _loop_cls = RolloutLoop
     _loop_kwargs: dict[str, Any]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._model_version_value = self._mp_ctx.Value(Clocks, 0, 0)
+
+    def update_oldest_useful(self, version: int) -> None:
+        """What is below this number will not be trained on."""
+        self._model_version_value.oldest = version
 
     def start(self) -> None:
         """Start the process and wait until it is ready.
@@ -302,11 +311,10 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         self._following = threading.Lock()
         with _our_rollout_worker():
             super().__init__(*args, **kwargs)
-        self._pace: Pace[Publication] = Pace(
-            lambda: self._publisher.current_seq if self._publisher else None,
-            max_staleness=self.args.max_staleness,
-            timeout_s=self._adaptersync.trainer.promotion_timeout_s,
-        )
+        self._pace = self._new_pace(Counts())
+        self._resumed: checkpoint.Checkpoint | None = None
+        self._outgoing = Path(self._lora_dir) / f"{self.run}-outgoing"
+        self._saves = 0  # the same on every process
 
     @property
     def counts(self) -> Counts:
@@ -315,7 +323,16 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
 
     @property
     def last_publication(self) -> Publication | None:
-        return self._pace.newest
+        """What was handed over last, if it is published."""
+        return self._pace.newest.publication if self._pace.newest else None
+
+    def _new_pace(self, counts: Counts) -> Pace[Submission]:
+        return Pace(
+            lambda: self._publisher.current_seq if self._publisher else None,
+            max_staleness=self.args.max_staleness,
+            timeout_s=self._adaptersync.trainer.promotion_timeout_s,
+            counts=counts,
+        )
 
     def _init_lora_sync(self, model: Any) -> bool:
         """TRL probes a server here; the fleet need not be up yet, and the agents check what it can serve."""
@@ -332,7 +349,7 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         # Opened here and not by the constructor: it takes the run over from whoever else is training it.
-        self._on_main(self._open)
+        self._on_main(lambda: self._open(kwargs.get("resume_from_checkpoint")))
         try:
             output = super()._inner_training_loop(*args, **kwargs)
             self._on_main(self._pace.settle)
@@ -341,9 +358,19 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
             if self._publisher is not None:
                 self._publisher.close()
 
-    def _open(self) -> None:
+    def _open(self, resumed: str | None) -> None:
+        self._resumed = checkpoint.read(Path(resumed)) if resumed else None
+        if resumed and self._resumed is None:
+            logger.warning("%s does not say which adapter it holds: what was loaded is taken for it", resumed)
+        shutil.rmtree(self._outgoing, ignore_errors=True)  # left by a process of this run that was killed
+        self._pace = self._new_pace(self.counts)
         self._publisher = self._open_publisher()
         self._publisher.on_promoted(lambda _seq: self._follow())
+
+    def get_train_dataloader(self) -> Any:
+        if self.accelerator.is_main_process:
+            self.rollout_queue = Samples(self.rollout_worker.rollout_buffer, self._pace)
+        return super().get_train_dataloader()
 
     def _follow(self) -> None:
         """Let the rollout worker ask for what the fleet serves by now. Called by this thread and the publisher's."""
@@ -352,29 +379,50 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
             if seq is not None and self.rollout_worker is not None:
                 self.rollout_worker.update_model_version(seq)
 
+    def _doom(self) -> None:
+        """Let the rollout worker give up what would be dropped."""
+        if isinstance(self.rollout_worker, RolloutWorker):
+            self.rollout_worker.update_oldest_useful(self._pace.oldest_useful)
+
     def _sync_weight_lora(self, t0: float) -> tuple[float, float, float]:
-        """Save and publish; the marks are TRL's: end of the pause (there is none), of the barrier, of the saving."""
+        """Save and hand over; the marks are TRL's: end of the pause (there is none), of the barrier, of the saving."""
         self.accelerator.wait_for_everyone()
         at_barrier = time.time()
-        directory = Path(self._lora_dir) / "outgoing"  # the publisher keeps its own copy
-        model = self.accelerator.unwrap_model(self.model)
-        # On every process: a sharded parameter is put together by all of them.
-        self._everywhere(
-            lambda: async_grpo_trainer.save_lora_adapter(model, self.accelerator, self._adapter_name, str(directory))
-        )
+        directory = self._save_adapter()
         at_saved = time.time()
-        self._on_main(lambda: self._publish(directory, {"save_s": at_saved - at_barrier}))
+        self._on_main(lambda: self._submit(directory, {"save_s": at_saved - at_barrier}))
         return t0, at_barrier, at_saved
 
-    def _publish(self, directory: Path, timings: dict[str, float]) -> None:
+    def _save_adapter(self) -> Path:
+        """Into a directory of its own. On every process: a sharded parameter is put together by all of them."""
+        self._saves += 1
+        directory = self._outgoing / str(self._saves)
+        model = self.accelerator.unwrap_model(self.model)
+
+        def save() -> None:
+            async_grpo_trainer.save_lora_adapter(model, self.accelerator, self._adapter_name, str(directory))
+            if self.accelerator.is_main_process:
+                checkpoint.settle_order(directory)
+
+        self._everywhere(save)
+        return directory
+
+    def _submit(self, directory: Path, timings: dict[str, float]) -> None:
         assert self._publisher is not None  # noqa: S101 - opened before the training loop that calls this
-        publication = self._publisher.publish(directory, step=self.state.global_step, timings=timings)
-        self.model_version = publication.seq
-        waited_s = self._pace.published(publication)
+        if self._resumed is not None:
+            self._resumed.check(directory)
+            self._resumed = None
+        step = self.state.global_step
+        submission = self._publisher.submit(directory, step=step, timings=timings, remove=True)
+        self.model_version += 1
+        self._pace.submitted(self.model_version, submission)
+        self._doom()
+        waited_s = self._pace.wait()
         self._follow()
+        self._doom()
         metrics = self._metrics["train"]
         metrics["adaptersync/promotion_wait_s"].append(waited_s)
-        metrics["adaptersync/ahead_max"].append(float(publication.seq - (self._publisher.current_seq or 0)))
+        metrics["adaptersync/ahead_max"].append(float(self._pace.ahead))
 
     def _on_main(self, action: Callable[[], None]) -> None:
         self._everywhere(action if self.accelerator.is_main_process else lambda: None)
@@ -394,19 +442,27 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
             raise PublicationFailed(f"another process of this trainer failed: {others}", run=self.run)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        newest = self._pace.newest
-        if self.accelerator.is_main_process and self._publisher is not None and newest is not None:
-            directory = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-            directory.mkdir(parents=True, exist_ok=True)
-            state = {"run": self.run, "epoch": self._publisher.epoch, "seq": newest.seq}
-            (directory / STATE_FILE).write_bytes(msgspec.json.encode(state))
+        directory = self._save_adapter()  # what the checkpoint holds may be newer than what was published last
+        self._on_main(lambda: self._describe(directory, Path(self._get_output_dir(trial=trial))))
         super()._save_checkpoint(model, trial)
+
+    def _describe(self, directory: Path, output: Path) -> None:
+        newest = self._pace.newest
+        published = newest.published(NUMBER_S) if newest and newest.step == self.state.global_step else None
+        held = checkpoint.adapter_in(directory, run=self.run, epoch=self._publisher.epoch if self._publisher else 0)
+        if published is not None and published.digest == held.digest:
+            held = msgspec.structs.replace(held, seq=published.seq)
+        held.write(output / f"checkpoint-{self.state.global_step}")
+        shutil.rmtree(directory, ignore_errors=True)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         counts = self.counts
         if self.accelerator.is_main_process:
-            for name in ("published", "promoted", "superseded", "rolled_back"):
+            for name in SHOWN:
                 logs[f"adaptersync/{name}"] = getattr(counts, name)
+            if self._publisher is not None:
+                logs["adaptersync/publish_retries"] = self._publisher.retries
         super().log(logs, start_time)  # adds what the rollout process reported since the last time
         counts.served_mismatch += int(logs.get("adaptersync/served_mismatch_total") or 0)
         counts.repinned += int(logs.get("adaptersync/repinned_total") or 0)
+        counts.doomed += int(logs.get(DOOMED) or 0)

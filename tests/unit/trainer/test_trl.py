@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
+from adaptersync.trainer.conversations import Conversation, Conversations, present
 from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, ConfigError, NameInvalid, PublicationFailed, Unroutable
 from adaptersync_core.identity import adapter_id
@@ -73,9 +75,10 @@ async def loop_on(trl: ModuleType, fleet: Fleet, promoted: int) -> AsyncIterator
     loop = trl.RolloutLoop.__new__(trl.RolloutLoop)
     loop.lora_name = RUN
     loop.vllm_server_url = f"http://127.0.0.1:{port}"
-    loop._model_version_value = SimpleNamespace(value=promoted)
+    loop._model_version_value = SimpleNamespace(value=promoted, oldest=0)
     loop._counters = defaultdict(float)
     loop._written_by = {}
+    loop._conversations = Conversations(loop._model_version_value, cut_off=True, on_doomed=loop._count_doomed)
     loop.max_tokens, loop.temperature, loop.top_p, loop.top_k, loop.min_p = 8, 1.0, 1.0, 0, None
     loop.repetition_penalty, loop.request_timeout = 1.0, 5
     async with ClientSession() as loop.session:
@@ -84,7 +87,7 @@ async def loop_on(trl: ModuleType, fleet: Fleet, promoted: int) -> AsyncIterator
 
 
 async def one_turn(trl: ModuleType, loop: Any) -> Any:
-    trl._conversation.set(trl.Conversation(asks=loop.model_version, oldest=loop.model_version))
+    present.set(Conversation(asks=loop.model_version))
     return await loop._generate_one_turn([1, 2, 3])
 
 
@@ -144,19 +147,19 @@ async def test_a_fleet_that_keeps_answering_with_another_version_fails_the_run(
 async def test_a_withdrawn_version_gives_way_to_the_one_promoted_since(trl: ModuleType) -> None:
     fleet = Fleet(refused(410), served())
     async with loop_on(trl, fleet, promoted=7) as loop:
-        conversation = trl.Conversation(asks=5, oldest=5)
-        trl._conversation.set(conversation)
+        conversation = Conversation(asks=5)
+        present.set(conversation)
         await loop._generate_one_turn([1])
         assert loop._counters == {"adaptersync/repinned_total": 1}
     assert fleet.asked == ["sums@v5", "sums@v7"]
-    assert conversation.asks == 7
+    assert (conversation.asks, conversation.oldest) == (7, 7)  # nothing of version 5 is in it
 
 
 async def test_what_a_voided_version_wrote_is_asked_for_again_from_the_one_before(trl: ModuleType) -> None:
     fleet = Fleet(served(voided=True), served())
     async with loop_on(trl, fleet, promoted=6) as loop:  # the pointer has gone back
-        conversation = trl.Conversation(asks=7, oldest=7)
-        trl._conversation.set(conversation)
+        conversation = Conversation(asks=7)
+        present.set(conversation)
         await loop._generate_one_turn([1])
         assert loop._counters == {"adaptersync/repinned_total": 1}
     assert fleet.asked == ["sums@v7", "sums@v6"]
@@ -321,13 +324,13 @@ def test_the_trainers_clock_is_what_was_published_and_the_workers_what_was_promo
     trainer = make_trainer(publisher)
     worker = trainer.rollout_worker
     clocks: list[tuple[int, int]] = []
-    publish = publisher.publish
+    submit = publisher.submit
 
     def note_clocks(*args: Any, **kwargs: Any) -> Any:
         clocks.append((trainer.model_version, worker.versions[-1] if worker.versions else 0))
-        return publish(*args, **kwargs)
+        return submit(*args, **kwargs)
 
-    publisher.publish = note_clocks  # type: ignore[method-assign]
+    publisher.submit = note_clocks  # type: ignore[method-assign]
     trainer.train()
 
     assert clocks == [(0, 0), (1, 1), (2, 1), (3, 2)]  # before each publication: one ahead from the second on
@@ -350,7 +353,10 @@ def test_a_checkpoint_says_which_version_it_belongs_to(make_trainer: Callable[..
     trainer = make_trainer(FakePublisher())
     trainer.train()
     saved = Path(trainer.args.output_dir) / "checkpoint-2" / "adaptersync.json"
-    assert json.loads(saved.read_bytes()) == {"run": RUN, "epoch": 7, "seq": 3}
+    state = json.loads(saved.read_bytes())
+    assert (state["run"], state["epoch"], state["seq"]) == (RUN, 7, 3)
+    assert state["scaling"]["r"] == 4
+    assert state["weights"] == sha256(saved.with_name("adapter_model.safetensors").read_bytes()).hexdigest()
 
 
 def test_a_first_version_the_fleet_refuses_ends_training_before_anything_is_generated(

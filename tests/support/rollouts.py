@@ -7,6 +7,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import requests
+
 SAMPLE = b"x" * 20_000  # two hundred of them are far more than a pipe holds
 
 
@@ -31,6 +33,19 @@ class FillsQueues:
             time.sleep(0.01)
 
 
+class SaysClocks(FillsQueues):
+    """Hands over what the trainer tells it, again and again."""
+
+    def __init__(self, *, model_version_value: Any, **more: Any) -> None:
+        super().__init__(**more)
+        self._told = model_version_value
+
+    def run(self) -> None:
+        while not self._stopped:
+            self._buffer.put((self._told.value, self._told.oldest))
+            time.sleep(0.01)
+
+
 class DiesBeforeItIsReady:
     """Cannot even be imported by the new process: unpickling the name runs this."""
 
@@ -43,14 +58,15 @@ def _die() -> None:
 
 
 class StubWorker:
-    """A rollout worker without a process: every version it is told of yields three batches, tagged with it."""
+    """A rollout worker without a process: every version it is told of yields some batches, tagged with it."""
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, batch: int, batches: int = 3) -> None:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue()
         self.metrics_queue: queue.Queue[Any] = queue.Queue()
         self.versions: list[int] = []
         self.started_with: int | None = None
         self._batch = batch
+        self._batches = batches
 
     def start(self) -> None:
         self.started_with = self.versions[-1]
@@ -64,8 +80,36 @@ class StubWorker:
         if self.versions and self.versions[-1] == model_version:
             return
         self.versions.append(model_version)
-        for number in range(3 * self._batch):
-            self.rollout_buffer.put(_sample(model_version, number, group=model_version * 3 + number // self._batch))
+        for number in range(self._batches * self._batch):
+            self.rollout_buffer.put(
+                _sample(model_version, number, group=model_version * self._batches + number // self._batch)
+            )
+
+
+class AskingWorker(StubWorker):
+    """Begins as the rollout process does, with a request to the router; its answer's version is kept."""
+
+    def __init__(self, batch: int, url: str, run: str) -> None:
+        super().__init__(batch)
+        self.served = ""
+        self._url = url
+        self._run = run
+
+    def start(self) -> None:
+        super().start()
+        body: Any = {"model": f"{self._run}@v{self.started_with}", "prompt": [15, 16, 17], "max_tokens": 2}
+        give_up_at = time.monotonic() + 30.0
+        while True:
+            try:
+                answer = requests.post(f"{self._url}/v1/completions", json=body, timeout=30)
+                answer.raise_for_status()
+            except requests.RequestException:
+                if time.monotonic() > give_up_at:
+                    raise
+                time.sleep(0.1)
+                continue
+            self.served = answer.headers["x-adaptersync-version"]
+            return
 
 
 def _sample(model_version: int, number: int, group: int) -> Any:

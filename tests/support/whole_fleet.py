@@ -440,15 +440,16 @@ async def whole_fleet(
     latency: Latency | None = None,
     start: bool = True,
     real: Engine | None = None,
+    base: Path | None = None,
     **engine: Any,
 ) -> AsyncIterator[WholeFleet]:
     """A fleet, all of it started and ready unless told otherwise; `engine` are fields of EngineConfig.
 
-    `real` takes the place of the first simulated engine.
+    `real` takes the place of the first simulated engine; `base` is a model whose adapters are served.
     """
     (directory / "store").mkdir(exist_ok=True)
     (directory / "mounts").mkdir()
-    model = write_model(directory / "model")
+    model = base or write_model(directory / "model")
     fields = {"max_loras": 5, "max_cpu_loras": 8, "max_num_seqs": 64} | engine
     sizes = EngineConfig(root=str(model), base=BaseModel.from_directory(model), **fields)
     fleet = WholeFleet(config, directory, replicas=replicas, engine=sizes, latency=latency or Latency())

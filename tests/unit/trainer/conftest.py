@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-INSTALL = "these tests need torch and TRL: pip install 'adaptersync[trl]', or run them with tools/test"
+from support import trainers
+from support.publications import FakePublisher
 
 
 @pytest.fixture(scope="session")
 def trl() -> ModuleType:
-    """adaptersync.trainer.trl; a test that cannot have it fails, it is not skipped."""
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other people's imports
-        try:
-            return importlib.import_module("adaptersync.trainer.trl")
-        except ImportError as error:
-            pytest.fail(f"{INSTALL} ({error})")
+    return trainers.load_trl()
 
 
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory, trl: ModuleType) -> Path:
-    """An untrained model of the demo's kind, so small that a step takes milliseconds."""
-    from adaptersync_tools.demo.warmup import Settings, warm_up
+    return trainers.tiny_model(tmp_path_factory.mktemp("base"))
 
-    settings = Settings(steps=1, batch=2, hidden=32, layers=2, heads=4, kv_heads=2)
-    return warm_up(tmp_path_factory.mktemp("base"), settings, threads=1)
+
+@pytest.fixture
+def make_trainer(
+    trl: ModuleType, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """A trainer on a stub worker and a fake publisher, ready to train."""
+    trainers.on_cpu(monkeypatch)
+
+    def make(publisher: FakePublisher, **given: Any) -> Any:
+        monkeypatch.setattr(trl.AdapterSyncGRPOTrainer, "_open_publisher", lambda _self: publisher)
+        return trainers.trainer(trl, tiny_base, tmp_path / "out", **given)
+
+    return make

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
-from hashlib import sha256
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,13 +17,11 @@ from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, ConfigError, NameInvalid, PublicationFailed, Unroutable
 from adaptersync_core.identity import adapter_id
 from support.publications import FakePublisher
-from support.rollouts import DiesBeforeItIsReady, FillsQueues, StubWorker
+from support.rollouts import DiesBeforeItIsReady, FillsQueues, SaysClocks, StubWorker
+from support.trainers import BATCH, RUN
 from support.wait import wait_until_sync
 
 pytestmark = [pytest.mark.trl, pytest.mark.filterwarnings("default"), pytest.mark.timeout(180)]
-
-RUN = "sums"
-
 
 # --- the rollout loop -------------------------------------------------------------------------------------------------
 
@@ -227,6 +222,47 @@ def test_stopping_does_not_wait_for_samples_nobody_reads(
     assert process.exitcode == 0  # it ended; TRL waits 15 s in vain and kills it
 
 
+def test_the_process_hears_what_is_promoted_and_what_is_too_old(
+    trl: ModuleType, worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trl.RolloutWorker, "_loop_cls", SaysClocks)
+    worker.start()
+    assert worker.rollout_buffer.get(timeout=60) == (0, 0)
+    worker.update_model_version(7)
+    worker.update_oldest_useful(5)
+    wait_until_sync(lambda: worker.rollout_buffer.get(timeout=60) == (7, 5), timeout_s=20)
+
+
+@pytest.mark.parametrize("why", ["told to stop", "failed"])
+async def test_the_loop_ends_at_once_and_leaves_no_request_behind(
+    trl: ModuleType, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    ended: list[str] = []
+
+    async def generate(self: Any, stop_event: asyncio.Event) -> None:
+        try:
+            if why == "failed":
+                raise Unroutable("no answer to train on", status=422)
+            await asyncio.sleep(60)  # as TRL waits for answers that are under way
+        finally:
+            ended.append(why)
+
+    monkeypatch.setattr(trl._AsyncRolloutLoop, "_generate_loop", generate)
+    async with loop_on(trl, Fleet(served()), promoted=7) as loop:
+        before = asyncio.all_tasks()
+        stop = asyncio.Event()
+        running = asyncio.create_task(loop._generate_loop(stop_event=stop))
+        if why == "failed":
+            with pytest.raises(Unroutable):
+                await asyncio.wait_for(running, 10)
+        else:
+            await asyncio.sleep(0.05)
+            stop.set()
+            await asyncio.wait_for(running, 10)
+        assert ended == [why]
+        assert asyncio.all_tasks() == before
+
+
 def test_a_process_that_dies_at_its_start_fails_the_start(worker: Any) -> None:
     """Its arguments are larger than a pipe holds: sent through one, they would hang the trainer."""
     dataset = [DiesBeforeItIsReady(), b"x" * 1_000_000]
@@ -263,60 +299,6 @@ def test_another_trl_is_refused_with_what_to_install(trl: ModuleType) -> None:
         trl.check_seams({AnotherTrainer: ("_sync_weight", "_sync_weight_lora")})
 
 
-BATCH = 4
-
-
-@pytest.fixture
-def make_trainer(
-    trl: ModuleType, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Any]:
-    """A trainer on a stub worker and a fake publisher, ready to train."""
-    import torch
-    from datasets import Dataset
-    from peft import LoraConfig
-    from trl.experimental.async_grpo import AsyncGRPOConfig, async_grpo_trainer, packing
-
-    from adaptersync.trainer.cpu import enable_cpu
-    from adaptersync_tools.demo.rewards import exact
-    from adaptersync_tools.demo.tokenizer import build
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(packing, "_flash_attn", packing._flash_attn)
-    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", None)
-    enable_cpu()
-
-    def make(publisher: FakePublisher, *, steps: int = 3, max_staleness: int = 2, **given: Any) -> Any:
-        monkeypatch.setattr(trl.AdapterSyncGRPOTrainer, "_open_publisher", lambda _self: publisher)
-        args = AsyncGRPOConfig(
-            output_dir=str(tmp_path / "out"),
-            max_steps=steps,
-            per_device_train_batch_size=BATCH,
-            num_generations=2,
-            max_staleness=max_staleness,
-            token_budget=0,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            save_steps=2,
-            report_to="none",
-            disable_tqdm=True,
-        )
-        settings: dict[str, Any] = {
-            "run": RUN,
-            "adaptersync_config": Config(),
-            "model": str(tiny_base),
-            "reward_funcs": exact,
-            "args": args,
-            "train_dataset": Dataset.from_dict({"prompt": [[{"role": "user", "content": "1+1"}]], "answer": ["2"]}),
-            "processing_class": build(),
-            "peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
-            "rollout_worker": StubWorker(BATCH),
-        }
-        return trl.AdapterSyncGRPOTrainer(**{**settings, **given})
-
-    return make
-
-
 def test_the_trainers_clock_is_what_was_published_and_the_workers_what_was_promoted(
     make_trainer: Callable[..., Any],
 ) -> None:
@@ -344,19 +326,26 @@ def test_the_trainers_clock_is_what_was_published_and_the_workers_what_was_promo
         {"adapter_config.json", "adapter_model.safetensors"} <= set(published.files)
         for published in publisher.published
     )
+    assert len({published.directory for published in publisher.published}) == 4  # what is on its way stays as it is
     steps = [entry for entry in trainer.state.log_history if "ratio" in entry]
     assert [entry["adaptersync/published"] for entry in steps] == [2, 3, 4]
     assert all("sample/dropped_stale_total" not in entry for entry in steps)
 
 
-def test_a_checkpoint_says_which_version_it_belongs_to(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(FakePublisher())
+@pytest.mark.parametrize("fate", ["rolled_back", "replaced", "failed"])
+def test_training_goes_on_whatever_becomes_of_a_version_and_samples_age_all_the_same(
+    make_trainer: Callable[..., Any], fate: str
+) -> None:
+    """The second and third come to nothing. Numbers begin above a hundred, so no clock is taken for the other."""
+    publisher = FakePublisher(fates={102: fate, 103: fate}, last=100)
+    trainer = make_trainer(publisher, steps=5, max_staleness=3, rollout_worker=StubWorker(BATCH, batches=9))
     trainer.train()
-    saved = Path(trainer.args.output_dir) / "checkpoint-2" / "adaptersync.json"
-    state = json.loads(saved.read_bytes())
-    assert (state["run"], state["epoch"], state["seq"]) == (RUN, 7, 3)
-    assert state["scaling"]["r"] == 4
-    assert state["weights"] == sha256(saved.with_name("adapter_model.safetensors").read_bytes()).hexdigest()
+    assert (trainer.counts.published, trainer.counts.promoted, getattr(trainer.counts, fate)) == (6, 4, 2)
+    assert trainer.model_version == 6
+    assert trainer.rollout_worker.versions == [101, 104, 105, 106]
+    steps = [entry for entry in trainer.state.log_history if "ratio" in entry]
+    assert [entry["sample/staleness_max"] for entry in steps] == [0, 1, 2, 3, 1]
+    assert steps[-1][f"adaptersync/{fate}"] == 2
 
 
 def test_a_first_version_the_fleet_refuses_ends_training_before_anything_is_generated(
@@ -416,3 +405,7 @@ def test_the_worker_trl_makes_is_ours_and_asks_the_router(trl: ModuleType, make_
     arguments = trainer.rollout_worker._loop_kwargs
     assert arguments["lora_name"] == RUN
     assert arguments["vllm_server_url"] == trainer.vllm_client.server_url == Config().trainer.router_url
+    publisher = FakePublisher(last=30)
+    trainer._pace.submitted(1, publisher.announce())
+    trainer._doom()
+    assert trainer.rollout_worker._model_version_value.oldest == 31

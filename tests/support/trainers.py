@@ -61,6 +61,7 @@ def trainer(
     max_staleness: int = 2,
     alpha: int = 8,
     sync_steps: int = 1,
+    arguments: dict[str, Any] | None = None,
     **given: Any,
 ) -> Any:
     """A trainer on a stub worker, ready to train; without `adaptersync_config` it is for a fake publisher."""
@@ -71,22 +72,23 @@ def trainer(
     from adaptersync_tools.demo.rewards import exact
     from adaptersync_tools.demo.tokenizer import build
 
-    args = AsyncGRPOConfig(
-        output_dir=str(output),
-        max_steps=steps,
-        per_device_train_batch_size=BATCH,
-        num_generations=2,
-        max_staleness=max_staleness,
-        token_budget=0,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        learning_rate=1e-3,
-        weight_sync_steps=sync_steps,
-        save_steps=2,
-        report_to="none",
-        disable_tqdm=True,
-    )
+    chosen: dict[str, Any] = {
+        "output_dir": str(output),
+        "max_steps": steps,
+        "per_device_train_batch_size": BATCH,
+        "num_generations": 2,
+        "max_staleness": max_staleness,
+        "token_budget": 0,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "learning_rate": 1e-3,
+        "weight_sync_steps": sync_steps,
+        "save_steps": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    args = AsyncGRPOConfig(**(chosen | (arguments or {})))
     settings: dict[str, Any] = {
         "run": RUN,
         "adaptersync_config": Config(),

@@ -13,8 +13,9 @@ from adaptersync.trainer.publisher import AdapterPublisher
 from adaptersync_core import markers
 from adaptersync_core.lane import FastLane
 from adaptersync_core.manifest import Manifest
-from contract.test_publisher import CURRENT, Group, group, publish, publisher, publishing
+from contract.test_publisher import CURRENT, group, publish, publisher
 from support.proxy import FaultProxy
+from support.publishing import Group, publishing
 from support.wait import wait_until
 
 __all__ = ["group", "publisher"]  # fixtures

@@ -14,7 +14,8 @@ import pytest
 
 from adaptersync.trainer import watch as watch_module
 from adaptersync.trainer.arrivals import PRESETS, Layout
-from adaptersync.trainer.publisher import AdapterPublisher, Outcome
+from adaptersync.trainer.publication import Outcome
+from adaptersync.trainer.publisher import AdapterPublisher
 from adaptersync.trainer.watch import News, Watch
 from adaptersync_core.config import Config, GroupSection, RedisSection, StoreSection
 from adaptersync_core.errors import ControlUnavailable, Fenced

@@ -17,7 +17,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from adaptersync.trainer.arrivals import Arrivals, Last, Layout, Sighting
-from adaptersync.trainer.publisher import AdapterPublisher, Publication
+from adaptersync.trainer.publication import Publication
+from adaptersync.trainer.publisher import AdapterPublisher
 from adaptersync_core.errors import AdapterInvalid, AdapterSyncError, ControlError, Fenced, StoreError
 from adaptersync_core.manifest import FILES, content_digest, hash_file, inspect
 

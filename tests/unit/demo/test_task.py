@@ -62,4 +62,5 @@ def test_a_line_of_figures_has_our_names_and_all_counts() -> None:
         "retries": 0,
         "served_mismatch": 0,
         "repinned": 0,
+        "doomed": 0,
     }

@@ -17,7 +17,8 @@ from adaptersync_core.errors import AdapterInvalid, ConfigError
 from adaptersync_core.manifest import CONFIG_FILE, WEIGHTS_FILE
 from support.artifacts import small_adapter
 from support.publications import FakePublisher
-from support.trainers import RUN
+from support.rollouts import StubWorker
+from support.trainers import BATCH, RUN
 
 
 def changed(adapter: Path, **settings: object) -> Path:
@@ -107,7 +108,7 @@ def test_a_checkpoint_says_which_version_it_holds(make_trainer: Callable[..., An
 @marked
 def test_between_two_syncs_a_checkpoint_holds_what_was_never_published(make_trainer: Callable[..., Any]) -> None:
     publisher = FakePublisher()
-    made = make_trainer(publisher, sync_steps=3)
+    made = make_trainer(publisher, sync_steps=3, rollout_worker=StubWorker(BATCH, batches=9))
     made.train()
     state = json.loads((saved_by(made) / "adaptersync.json").read_bytes())
     assert [one.step for one in publisher.published] == [0, 3]

@@ -51,13 +51,18 @@ FIGURES = {
     "rollout/vllm_retry_total": "retries",
     "adaptersync/served_mismatch_total": "served_mismatch",
     "adaptersync/repinned_total": "repinned",
+    "adaptersync/doomed_total": "doomed",
     "adaptersync/published": "published",
     "adaptersync/promoted": "promoted",
     "adaptersync/superseded": "superseded",
     "adaptersync/rolled_back": "rolled_back",
+    "adaptersync/replaced": "replaced",
+    "adaptersync/failed": "failed",
 }
-COUNTED = frozenset({"dropped_stale", "retries", "served_mismatch", "repinned"})  # TRL leaves a count of 0 out
-WHOLE = COUNTED | {"ahead", "behind", "published", "promoted", "superseded", "rolled_back"}
+COUNTED = frozenset(
+    {"dropped_stale", "retries", "served_mismatch", "repinned", "doomed"}
+)  # TRL leaves a count of 0 out
+WHOLE = COUNTED | {"ahead", "behind", "published", "promoted", "superseded", "rolled_back", "replaced", "failed"}
 
 
 def figures(logs: dict[str, Any], step: int, seconds: float) -> dict[str, Any]:

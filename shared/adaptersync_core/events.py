@@ -36,7 +36,10 @@ class RunEnded(Event, frozen=True, kw_only=True, tag="run.ended"):
 
 
 class AdapterPublished(Event, frozen=True, kw_only=True, tag="adapter.published"):
-    """A version's files are in the store and its manifest can be read. `published_at` is the trainer's wall clock."""
+    """A version's files are in the store and its manifest can be read. `published_at` is the trainer's wall clock.
+
+    `stored_s` was spent between the digest and this: on a number, the store, and the fast lane.
+    """
 
     version: str
     run: str
@@ -48,6 +51,7 @@ class AdapterPublished(Event, frozen=True, kw_only=True, tag="adapter.published"
     noop: bool
     step: int | None = None
     published_at: float = 0.0
+    stored_s: float | None = None
 
 
 class VersionStaging(Event, frozen=True, kw_only=True, tag="version.staging"):
@@ -59,7 +63,10 @@ class VersionStaging(Event, frozen=True, kw_only=True, tag="version.staging"):
 
 
 class ReplicaAcked(Event, frozen=True, kw_only=True, tag="replica.acked"):
-    """A replica loaded a version, or refused it with a reason; `fault` is "replica" where that is its own."""
+    """A replica loaded a version, or refused it with a reason; `fault` is "replica" where that is its own.
+
+    The phases follow each other without a gap, and this is said at their end. `visible_s` is until the mount showed it.
+    """
 
     version: str
     replica: str
@@ -68,10 +75,14 @@ class ReplicaAcked(Event, frozen=True, kw_only=True, tag="replica.acked"):
     proof: str = "not probed"
     reason: str = ""
     fault: str = ""
+    visible_s: float | None = None
     staged_s: float | None = None
     verified_s: float | None = None
     loaded_s: float | None = None
     proved_s: float | None = None
+
+
+PHASES = ("visible_s", "staged_s", "verified_s", "loaded_s", "proved_s")  # of an ack, in their order
 
 
 class VersionReady(Event, frozen=True, kw_only=True, tag="version.ready"):

@@ -87,6 +87,12 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     `repeats` is the version that the same trainer published before this one, where that has the very same bytes.
     `markers` is how many marker names are left for it in the store; as announced 0 when none could be.
+
+    `timings` are seconds by the trainer's own monotonic clock. Of this version: `step_s` between the sync before and
+    this one, `gather_s`, `save_s`, `queued_s` until its turn came, `hashed_s`. Of what went before it: `sync_s` for
+    which the sync before held training up, `rollout_wait_s` for which training since then had no sample; and means of
+    `score_s` a group, `sample_queue_s` a sample in the trainer's queue, `backpressure_s` one that found it full. `load` is how much of what was in use:
+    `inflight` rollouts of `inflight_max`, `queued` samples of `queued_max`. Whatever is not there was not told.
     """
 
     run: str
@@ -101,6 +107,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     repeats: str = ""
     markers: int = 0
     timings: dict[str, float] = {}
+    load: dict[str, float] = {}
     format: int = 1
 
     def __post_init__(self) -> None:

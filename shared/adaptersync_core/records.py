@@ -41,6 +41,19 @@ class CacheReport(Struct, frozen=True, kw_only=True):
     orphans: int = 0
 
 
+class Served(Struct, frozen=True, kw_only=True):
+    """What the latest requests of an engine came to, by its own counters: sums over `requests` that ended in `over_s`.
+
+    vLLM counts them by engine, not by request or adapter.
+    """
+
+    requests: int = 0
+    over_s: float = 0.0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
 class ReplicaReport(Struct, frozen=True, kw_only=True):
     """What an agent observes of its engine. `loaded` are the adapter ids the engine lists from our directory.
 
@@ -60,6 +73,7 @@ class ReplicaReport(Struct, frozen=True, kw_only=True):
     host: str = ""
     root: str = ""
     cache: CacheReport = CacheReport()
+    served: Served = Served()
 
 
 class SeenReplica(Struct, frozen=True, kw_only=True):

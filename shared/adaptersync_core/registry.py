@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from adaptersync_core.errors import Conflict, ControlError, Fenced, Forgotten, NameInvalid, NameTaken
-from adaptersync_core.events import AdapterPublished, ReplicaAcked, VersionVerified, to_fields
+from adaptersync_core.events import PHASES, AdapterPublished, ReplicaAcked, VersionVerified, to_fields
 from adaptersync_core.keys import REPLICA_TTL_S, ROUTER_TTL_S, VERSION_TTL_S, Keys
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import (
@@ -100,7 +100,9 @@ class Registry:
         self._refused(run, epoch, reply)
         return int(reply[1])
 
-    async def publish(self, manifest: Manifest, *, published_at: float, trainer: str = "") -> None:
+    async def publish(
+        self, manifest: Manifest, *, published_at: float, trainer: str = "", stored_s: float | None = None
+    ) -> None:
         """Announce a stored version. A repeat is a no-op; NameTaken when the name stands for something else."""
         name = manifest.adapter_id
         keys = (
@@ -109,7 +111,7 @@ class Registry:
             self.keys.published(manifest.run),
             self.keys.events,
         )
-        event = _published(manifest, published_at)
+        event = _published(manifest, published_at, stored_s)
         text = msgspec.json.encode(manifest)
         reply = await self._run(
             "publish", keys, manifest.epoch, manifest.seq, name, text, VERSION_TTL_S, trainer, *to_fields(event)
@@ -136,7 +138,7 @@ class Registry:
             proof=ack.proof.verdict,
             reason=ack.reason,
             fault="replica" if not ack.accepted and ack.fault == "replica" else "",
-            **{name: ack.phases.get(name) for name in ("staged_s", "verified_s", "loaded_s", "proved_s")},
+            **{name: ack.phases.get(name) for name in PHASES},
         )
         text = msgspec.json.encode(ack)
         return bool(await self._run("ack", keys, replica, adapter_id, text, REPLICA_TTL_S, *to_fields(event)))
@@ -462,7 +464,7 @@ class Registry:
         )
 
 
-def _published(manifest: Manifest, published_at: float) -> AdapterPublished:
+def _published(manifest: Manifest, published_at: float, stored_s: float | None = None) -> AdapterPublished:
     return AdapterPublished(
         version=manifest.adapter_id,
         run=manifest.run,
@@ -474,6 +476,7 @@ def _published(manifest: Manifest, published_at: float) -> AdapterPublished:
         noop=bool(manifest.noop),
         step=manifest.step,
         published_at=published_at,
+        stored_s=stored_s,
     )
 
 

@@ -31,8 +31,8 @@ class Row(Struct, kw_only=True, omit_defaults=True):
     """`version` is the adapter id (the base model's name for the base); times are seconds; None is not known.
 
     `outcome`: ok; refused (by us or by the replica, see `status`); upstream_error; client_gone; stopped (by us);
-    router_error; open; unknown. `first_byte_s` counts from sending to the replica. `started_at` is the router's wall
-    clock. `voided`: the version was found bad, while it ran or later. `gated`: asked with the gate's own credentials.
+    router_error; open; unknown. `first_byte_s` counts from sending to the replica, and so does `first_token_s`, which only streams have: of an
+    answer that comes whole nobody outside the engine knows. `started_at` is the router's wall clock. `voided`: the version was found bad, while it ran or later. `gated`: asked with the gate's own credentials.
     `substituted` is the name that the version stands for, when it is another's. `tried` are replicas that were asked
     before `replica`, each with why it did not do, when `attempts` are several. `session` stands for the session of its
     run that it was asked in. `predicted_tokens` were expected to be cached there. What else routing went by: `weight`
@@ -61,6 +61,7 @@ class Row(Struct, kw_only=True, omit_defaults=True):
     hold_s: float | None = None
     route_s: float | None = None
     first_byte_s: float | None = None
+    first_token_s: float | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
@@ -117,17 +118,23 @@ def _concluded(row: Row, voided: Collection[str]) -> Row:
 
 
 async def pages(registry: Registry, after: str = "-") -> AsyncIterator[tuple[str, list[Row]]]:
-    """The ledger as it stands, from `after` on, a page at a time, each with where the next begins.
+    """The ledger as it stands, from `after` on, a page at a time, each with where the next begins."""
+    async for then, rows in dated(registry, after):
+        yield then, [row for _, row in rows]
+
+
+async def dated(registry: Registry, after: str = "-") -> AsyncIterator[tuple[str, list[tuple[float, Row]]]]:
+    """The same, each row with when it was written, in seconds of the server's clock.
 
     How many entries cannot be read is said once, at the end.
     """
     unread, first = 0, ""
     while page := await registry.client.command("XRANGE", registry.keys.rollouts, after, "+", "COUNT", PAGE):
-        rows: list[Row] = []
+        rows: list[tuple[float, Row]] = []
         for entry, fields in page:
             row = decode(fields)
             if row is not None:
-                rows.append(row)
+                rows.append((int(entry.partition("-")[0]) / 1000, row))
             else:
                 unread, first = unread + 1, first or entry
         after = f"({page[-1][0]}"

@@ -27,6 +27,12 @@ _PREFILLS = (
     "vllm:request_prefill_kv_computed_tokens_sum",
     "vllm:request_prefill_time_seconds_sum",
 )
+_SPENT = (
+    "vllm:request_queue_time_seconds_count",
+    "vllm:request_queue_time_seconds_sum",
+    "vllm:request_prefill_time_seconds_sum",
+    "vllm:request_decode_time_seconds_sum",
+)
 TOKEN_HEADER = "x-adaptersync-token"  # noqa: S105 - the name of a header
 WORKER_EXTENSION = "adaptersync.engine.audit.Auditor"
 ANSWER_LIMIT = 16 << 20  # bytes of one control answer
@@ -111,6 +117,15 @@ class Prefills(Struct, frozen=True, kw_only=True):
     requests: float
     tokens: float
     seconds: float
+
+
+class Spent(Struct, frozen=True, kw_only=True):
+    """What the requests that ended have taken since the server began, over all its ranks, in each of its phases."""
+
+    requests: float
+    queue_s: float
+    prefill_s: float
+    decode_s: float
 
 
 class _LoraConfig(Struct, frozen=True, kw_only=True):
@@ -313,6 +328,17 @@ class VllmClient:
         computed, requests, tokens, seconds = (sum(found[name]) for name in (_COMPUTED, *_PREFILLS))
         ranks = len(found[_COMPUTED])
         return Prefills(ranks=ranks, computed=computed, requests=requests, tokens=tokens, seconds=seconds)
+
+    async def spent(self) -> Spent | None:
+        """None when the server does not count it."""
+        found: dict[str, float] = {}
+        for name, _, value in await self.metrics():
+            if name in _SPENT:
+                found[name] = found.get(name, 0.0) + value
+        if len(found) < len(_SPENT):
+            return None
+        requests, queue_s, prefill_s, decode_s = (found[name] for name in _SPENT)
+        return Spent(requests=requests, queue_s=queue_s, prefill_s=prefill_s, decode_s=decode_s)
 
     async def kv_event_sources(self) -> dict[int, KvSource]:
         """By rank, where the server publishes what its cache holds; empty when it does not."""

@@ -23,6 +23,7 @@ class FakePublication:
         self.step = step
         self.digest = f"{seq:064x}"
         self._number = seq
+        self.timings: dict[str, float] = {}
         self._publisher = publisher
 
     @property
@@ -74,10 +75,13 @@ class FakePublisher:
         publication.outcome = Outcome(state=fate, reason=reason)  # type: ignore[arg-type]
         return publication.outcome
 
-    def submit(self, directory: Path, *, step: int, timings: Mapping[str, float], remove: bool) -> FakePublication:
+    def submit(
+        self, directory: Path, *, step: int, timings: Mapping[str, float], load: Mapping[str, float], remove: bool
+    ) -> FakePublication:
         files = {path.name: path.read_bytes() for path in directory.iterdir()}
-        self.published.append(SimpleNamespace(step=step, timings=dict(timings), files=files, directory=directory))
+        self.published.append(SimpleNamespace(step=step, timings=dict(timings), load=dict(load), files=files, directory=directory))
         submission = self.announce(step)
+        submission.timings = dict(timings)
         submission.digest = adapter_in(directory).digest
         if remove:
             shutil.rmtree(directory)

@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from adaptersync_core.events import PHASES
 from adaptersync_core.rollouts import UNKNOWN, Row
 
 EDGE_STEPS = 10  # the first and the last steps that are compared
@@ -156,7 +157,7 @@ def latency_of(events: Iterable[Fields], timings: Iterable[Mapping[str, float]])
             found.setdefault(f"trainer {name.removesuffix('_s')}", []).append(value)
     for event in events:
         if event.get("type") == "replica.acked" and event.get("accepted") == "true":
-            for phase in ("staged_s", "verified_s", "loaded_s", "proved_s"):
+            for phase in PHASES:
                 if phase in event:
                     found.setdefault(phase.removesuffix("_s"), []).append(float(event[phase]))
         elif event.get("type") == "version.promoted" and "waited_s" in event:

@@ -19,7 +19,6 @@ from adaptersync_core.table import Member, RunEntry
 from adaptersync_tools.waits import WaitView
 
 NOT_TOLD = ("type", "digest", "seq", "published_at", "engine_epoch", "incarnation", "generation")  # in events
-PHASES = ("staged_s", "verified_s", "loaded_s", "proved_s")
 RESIGNED_S = 1e9  # who resigns leaves a lease that ran out when time began
 
 

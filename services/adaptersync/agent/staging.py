@@ -42,7 +42,7 @@ class Staging:
         return self.root / adapter_id
 
     async def bring(self, manifest: Manifest, *, timeout_s: float) -> dict[str, float]:
-        """Have the version staged and verified; returns the seconds spent by phase.
+        """Have the version staged and verified; returns the seconds spent by phase. What failed counts as not visible.
 
         StoreError when the store does not show it in `timeout_s`, ArtifactCorrupt when it shows something else,
         StagingFailed when this host's own disk does not take it. A mount that shows too little at first (an upload on
@@ -61,6 +61,7 @@ class Staging:
             if contents is None and not shown:
                 await self._lookout.wait(manifest, until=began + timeout_s, otherwise=place.is_dir)
                 shown = True
+            looked = began if contents else time.monotonic()
             try:
                 staged, verified = await asyncio.to_thread(self._stage, manifest, contents)
             except (OSError, ArtifactCorrupt) as error:
@@ -87,7 +88,7 @@ class Staging:
                 pause = min(pause * 2, LAST_PAUSE_S)
                 contents = None  # what the lane gave did not do; the store is the truth
             else:
-                return {"staged_s": staged - began, "verified_s": verified - staged}
+                return {"visible_s": looked - began, "staged_s": staged - looked, "verified_s": verified - staged}
 
     def _own(self, error: OSError) -> bool:
         """Whether it is of this host's disk: errors of reading name a file of the store."""

@@ -42,6 +42,8 @@ HISTOGRAMS: Mapping[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
     "hold_seconds": ("Wait for a version to become current", (), _COARSE),
     "route_seconds": ("Choice of a replica", (), _FINE),
     "first_byte_seconds": ("From sending to a replica to its first byte", ("replica",), _COARSE),
+    "first_token_seconds": ("From sending to a replica to the first token of a stream", ("replica",), _COARSE),
+    "decode_seconds": ("From the first token of a stream to its last", ("replica",), _COARSE),
     "total_seconds": ("From request to last byte", (), _COARSE),
 }
 GAUGES: Mapping[str, tuple[str, tuple[str, ...], Callable[[Iterable[float]], float]]] = {

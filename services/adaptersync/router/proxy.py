@@ -323,7 +323,7 @@ class Proxy:
                     if answer.status in FAILED or answer.status == 429:
                         wait_s = max(wait_s, self._judge(answer, replica, member.engine_epoch, last=last))
                     if answer.status == 200 and (answer.length is None or answer.length > WHOLE_BYTES):
-                        await self._stream(request, call, attempt, answer)
+                        await self._stream(request, call, attempt, answer, sent_at)
                         self._outages.answered(replica)
                         return None
                     whole = await answer.read(WHOLE_BYTES)
@@ -387,12 +387,14 @@ class Proxy:
             raise Elsewhere(f"status_{answer.status}", reason)
         return wait_s
 
-    async def _stream(self, request: Request, call: Call, attempt: Attempt, answer: Answer) -> None:
+    async def _stream(self, request: Request, call: Call, attempt: Attempt, answer: Answer, sent_at: float) -> None:
         """Pass chunks on as they come; only the tail is remembered, for the token counts.
 
         A replica that queues a stream has said 200: the client is told nothing before there is something of it.
         """
         chunk = await answer.piece()
+        if chunk and answer.length is None:  # a long answer that comes whole says nothing of its first token
+            call.row.first_token_s = time.monotonic() - sent_at
         self._look_for_void(call)
         tail = b""
         request.begin(answer.status, answer_headers(answer, call.headers()), answer.length)
@@ -402,6 +404,10 @@ class Proxy:
             tail = (tail + chunk)[-TAIL_BYTES:]
             chunk = await answer.piece()
         request.end()
+        first_s = call.row.first_token_s
+        if first_s is not None:
+            self._metrics.observe("first_token_seconds", first_s, call.row.replica)
+            self._metrics.observe("decode_seconds", time.monotonic() - sent_at - first_s, call.row.replica)
         call.answered(tail)
 
     def _record(self, call: Call) -> None:

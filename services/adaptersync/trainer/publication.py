@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from typing import Literal
 
@@ -32,6 +33,8 @@ class Publication:
         self.adapter_id = manifest.adapter_id
         self.seq = manifest.seq
         self.digest = manifest.digest
+        self.timings = dict(manifest.timings)  # and, as they become known, `stored_s` and `promoted_s`
+        self._announced_at = 0.0
         self._settled: Future[Outcome] = Future()
 
     @property
@@ -50,8 +53,14 @@ class Publication:
                 version=self.adapter_id,
             ) from None
 
+    def announced(self, stored_s: float) -> None:
+        self._announced_at = time.monotonic()
+        self.timings["stored_s"] = stored_s
+
     def settle(self, outcome: Outcome) -> None:
         if not self._settled.done():
+            if outcome.state == "current":
+                self.timings["promoted_s"] = time.monotonic() - self._announced_at
             self._settled.set_result(outcome)
 
     def abandon(self) -> None:

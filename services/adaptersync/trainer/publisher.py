@@ -138,11 +138,14 @@ class AdapterPublisher:
         *,
         step: int | None = None,
         timings: Mapping[str, float] | None = None,
+        load: Mapping[str, float] | None = None,
         probe: Probe | None = None,
     ) -> Publication:
         """Store and announce an adapter: a PEFT directory, or a model that saves itself as one.
 
-        `timings` are seconds the trainer spent on it, by phase, for the record. `probe` lets replicas prove what they
+        `timings` are seconds the trainer spent, by phase, and `load` is how much of what it used, under the names of
+        `Manifest`: `adaptersync phases` shows them, and `adaptersync bottleneck` needs `step_s`, `rollout_wait_s` and
+        `sync_s` to say what limits the run, `inflight` of `inflight_max` to say it well. `probe` lets replicas prove what they
         answer by what the trainer computes: n token ids of any text, and n - 1 differences of log-probability, of
         `tokens[i + 1]` after `tokens[:i + 1]`, under the adapter less under the base model alone. Natural logarithms
         over the whole vocabulary at temperature 1; some hundred tokens on which the adapter has an effect. They are
@@ -174,12 +177,13 @@ class AdapterPublisher:
                 markers=markers.COUNT,
                 repeats=self._last.adapter_id if self._last and self._last.digest == digest else "",
                 timings={**(timings or {}), "hashed_s": hashed - began},
+                load=dict(load or {}),
             )
             try:
-                publication = self._store_and_announce(draft, directory)
+                publication = self._store_and_announce(draft, directory, hashed)
             except Forgotten:
                 self._call(self._begin_again())
-                publication = self._store_and_announce(draft, directory)
+                publication = self._store_and_announce(draft, directory, hashed)
             manifest = publication.manifest
             log.info("published %s in %.3f s", manifest.adapter_id, time.monotonic() - began)
             if manifest.noop:
@@ -205,6 +209,7 @@ class AdapterPublisher:
         *,
         step: int | None = None,
         timings: Mapping[str, float] | None = None,
+        load: Mapping[str, float] | None = None,
         probe: Probe | None = None,
         remove: bool = False,
     ) -> Submission:
@@ -221,7 +226,7 @@ class AdapterPublisher:
         else:
             with _directory(source, keep=True) as directory:
                 remove = True
-        submission = Submission(directory, step=step, timings=timings or {}, probe=probe, remove=remove)
+        submission = Submission(directory, step=step, timings=timings, load=load, probe=probe, remove=remove)
         self._submitter.submit(submission)
         return submission
 
@@ -232,9 +237,11 @@ class AdapterPublisher:
 
     def _publish_submitted(self, submission: Submission) -> Publication:
         timings = {**submission.timings, "queued_s": time.monotonic() - submission.submitted_at}
-        return self.publish(submission.directory, step=submission.step, timings=timings, probe=submission.probe)
+        return self.publish(
+            submission.directory, step=submission.step, timings=timings, load=submission.load, probe=submission.probe
+        )
 
-    def _store_and_announce(self, draft: Manifest, directory: Path) -> Publication:
+    def _store_and_announce(self, draft: Manifest, directory: Path, since: float) -> Publication:
         self._call(self._insist(self._find_store))
         nonce = secrets.token_hex(8)
         reserve = self._registry.reserve
@@ -248,7 +255,7 @@ class AdapterPublisher:
         self._reserved = seq
         publication = Publication(replace(draft, seq=seq, epoch=self.epoch))
         self._store.publish(publication.manifest, directory)
-        self._call(self._offer(publication))
+        self._call(self._offer(publication, since))
         self._tidy()
         return publication
 
@@ -327,7 +334,7 @@ class AdapterPublisher:
     async def _find_store(self) -> None:
         self._store_id = await agree(self._registry, self._store.root, self._store_id)
 
-    async def _offer(self, publication: Publication) -> None:
+    async def _offer(self, publication: Publication, since: float) -> None:
         """Lane and markers at once, and the announcement as soon as agents find the version by either.
 
         Who has its bytes from the lane looks for no marker. A version that could not be marked at all is announced as
@@ -338,18 +345,22 @@ class AdapterPublisher:
         try:
             if not await self._lane.put(manifest, self._store.directory(manifest.adapter_id)) and not await marking:
                 publication.manifest = replace(manifest, markers=0)
-            await self._announce(publication)
+            await self._announce(publication, since)
         finally:
             await marking
 
-    async def _announce(self, publication: Publication) -> None:
-        await self._insist(
-            lambda: self._registry.publish(
+    async def _announce(self, publication: Publication, since: float) -> None:
+        async def say() -> float:
+            stored_s = time.monotonic() - since  # up to the try that is heard
+            await self._registry.publish(
                 publication.manifest,
                 published_at=publication.manifest.created_at,
                 trainer=self._incarnation,
+                stored_s=stored_s,
             )
-        )
+            return stored_s
+
+        publication.announced(await self._insist(say))
         self._pending[publication.adapter_id] = publication
         self._bell.ring()  # its outcome may have come before we listened for it
         self.latest_seq = publication.seq

@@ -30,12 +30,14 @@ class Submission:
         *,
         step: int | None = None,
         timings: Mapping[str, float] | None = None,
+        load: Mapping[str, float] | None = None,
         probe: Probe | None = None,
         remove: bool = False,
     ) -> None:
         self.directory = directory
         self.step = step
         self.timings = dict(timings or {})
+        self.load = dict(load or {})
         self.probe = probe
         self.submitted_at = time.monotonic()
         self.trouble = ""

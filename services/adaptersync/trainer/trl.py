@@ -35,6 +35,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from adaptersync.trainer import checkpoint
 from adaptersync.trainer.answers import Verdict, judge, model_name, pause_s, writer
 from adaptersync.trainer.asking import ask
 from adaptersync.trainer.conversations import Clocks, Conversations, present
+from adaptersync.trainer.figures import Figures, Saving
 from adaptersync.trainer.pace import Counts, Pace
 from adaptersync.trainer.publication import Publication
 from adaptersync.trainer.publisher import AdapterPublisher
@@ -69,6 +71,8 @@ logger = logging.getLogger(__name__)
 NUMBER_S = 5.0  # for a checkpoint to learn the number of the version that has its bytes
 STOP_S = 15.0  # for the rollout process to end while it is drained; what it still makes is not wanted
 LULL_S = 0.02  # without anything to read: then a queue is taken as drained, for now
+UNTOLD = 64  # publications without an outcome whose phases may still be logged
+TOLD = frozenset({"gather_s", "save_s", "queued_s", "hashed_s", "stored_s", "promoted_s"})  # of a version's phases
 MISMATCHES = 3  # wrong versions for one request: then the fleet is at fault, not chance
 # The rollout process reports its counts as metrics, and these appear among TRL's.
 COUNTED_AS = {
@@ -311,6 +315,8 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         self._following = threading.Lock()
         with _our_rollout_worker():
             super().__init__(*args, **kwargs)
+        self._figures = Figures(inflight_max=self.args.max_inflight_tasks, queued_max=self.args.queue_maxsize)
+        self._untold: deque[Submission] = deque(maxlen=UNTOLD)
         self._pace = self._new_pace(Counts())
         self._resumed: checkpoint.Checkpoint | None = None
         self._outgoing = Path(self._lora_dir) / f"{self.run}-outgoing"
@@ -384,20 +390,24 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         if isinstance(self.rollout_worker, RolloutWorker):
             self.rollout_worker.update_oldest_useful(self._pace.oldest_useful)
 
+    def _sync_weight(self) -> None:
+        with self._figures.sync():
+            super()._sync_weight()
+
     def _sync_weight_lora(self, t0: float) -> tuple[float, float, float]:
         """Save and hand over; the marks are TRL's: end of the pause (there is none), of the barrier, of the saving."""
         self.accelerator.wait_for_everyone()
         at_barrier = time.time()
-        directory = self._save_adapter()
+        directory, timings = self._save_adapter()
         at_saved = time.time()
-        self._on_main(lambda: self._submit(directory, {"save_s": at_saved - at_barrier}))
+        self._on_main(lambda: self._submit(directory, timings))
         return t0, at_barrier, at_saved
 
-    def _save_adapter(self) -> Path:
-        """Into a directory of its own. On every process: a sharded parameter is put together by all of them."""
+    def _save_adapter(self) -> tuple[Path, dict[str, float]]:
+        """Into a directory of its own, and how long that took. On every process: a sharded parameter is put together by all of them."""
         self._saves += 1
         directory = self._outgoing / str(self._saves)
-        model = self.accelerator.unwrap_model(self.model)
+        model = Saving(self.accelerator.unwrap_model(self.model))
 
         def save() -> None:
             async_grpo_trainer.save_lora_adapter(model, self.accelerator, self._adapter_name, str(directory))
@@ -405,7 +415,7 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
                 checkpoint.settle_order(directory)
 
         self._everywhere(save)
-        return directory
+        return directory, model.timings()
 
     def _submit(self, directory: Path, timings: dict[str, float]) -> None:
         assert self._publisher is not None  # noqa: S101 - opened before the training loop that calls this
@@ -413,7 +423,8 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
             self._resumed.check(directory)
             self._resumed = None
         step = self.state.global_step
-        submission = self._publisher.submit(directory, step=step, timings=timings, remove=True)
+        timings = self._figures.timings(step) | timings
+        submission = self._publisher.submit(directory, step=step, timings=timings, load=self._figures.load(), remove=True)
         self.model_version += 1
         self._pace.submitted(self.model_version, submission)
         self._doom()
@@ -423,6 +434,12 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         metrics = self._metrics["train"]
         metrics["adaptersync/promotion_wait_s"].append(waited_s)
         metrics["adaptersync/ahead_max"].append(float(self._pace.ahead))
+        self._untold.append(submission)
+        while self._untold and self._untold[0].outcome is not None:  # the later phases become known after the step
+            ended = self._untold.popleft().publication
+            told = ended.timings if ended else {}
+            for name in TOLD & told.keys():
+                metrics[f"adaptersync/{name}"].append(told[name])
 
     def _on_main(self, action: Callable[[], None]) -> None:
         self._everywhere(action if self.accelerator.is_main_process else lambda: None)
@@ -442,7 +459,7 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
             raise PublicationFailed(f"another process of this trainer failed: {others}", run=self.run)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        directory = self._save_adapter()  # what the checkpoint holds may be newer than what was published last
+        directory, _ = self._save_adapter()  # what the checkpoint holds may be newer than what was published last
         self._on_main(lambda: self._describe(directory, Path(self._get_output_dir(trial=trial))))
         super()._save_checkpoint(model, trial)
 
@@ -463,6 +480,7 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
             if self._publisher is not None:
                 logs["adaptersync/publish_retries"] = self._publisher.retries
         super().log(logs, start_time)  # adds what the rollout process reported since the last time
+        self._figures.logged(logs)
         counts.served_mismatch += int(logs.get("adaptersync/served_mismatch_total") or 0)
         counts.repinned += int(logs.get("adaptersync/repinned_total") or 0)
         counts.doomed += int(logs.get(DOOMED) or 0)

@@ -6,7 +6,6 @@ from rich.text import Text
 
 from adaptersync_tools.bench.engine import EngineResult
 from adaptersync_tools.bench.gaps import Spread
-from adaptersync_tools.bench.promotions import PHASES
 from adaptersync_tools.output import console, milliseconds, table
 
 NOISY = 0.1  # share of the machine from which on other programs spoil the figures

@@ -15,6 +15,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from adaptersync_core.events import PHASES
 from adaptersync_tools.bench.gaps import (
     Span,
     Spread,
@@ -32,7 +33,6 @@ from adaptersync_tools.bench.result import Figure
 Kind = Literal["steady", "paced", "back to back"]
 ENGINE = "engine"
 WITH_TOKENS = (ENGINE, "router", "bench", "others")  # roles whose CPU time follows the tokens, or is not ours
-PHASES = ("staged_s", "verified_s", "loaded_s", "proved_s")
 
 
 class Window(Struct, frozen=True, kw_only=True):

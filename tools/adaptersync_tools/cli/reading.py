@@ -18,6 +18,7 @@ from rich.text import Text
 
 from adaptersync_core.bus import follow as follow_stream
 from adaptersync_core.errors import ControlError, NameInvalid
+from adaptersync_core.events import PHASES
 from adaptersync_core.keys import Keys
 from adaptersync_core.records import Fleet
 from adaptersync_core.redis import Entry, RedisClient
@@ -158,7 +159,7 @@ def versions(run: str | None, config_path: Path | None, as_json: bool, limit: in
 
     \b
     waited: from publication to promotion.
-    phases: staged, verified, loaded and, where it is done, proved; milliseconds of the slowest replica.
+    phases: visible, staged, verified, loaded and, where it is done, proved; milliseconds of the slowest replica.
     Example:
       adaptersync versions my-run --limit 5
     """
@@ -221,7 +222,7 @@ def _version_row(view: views.VersionView) -> tuple[Any, ...]:
         seconds(view.age_s),
         f"{accepted}/{len(view.acks)}" if view.acks else "",
         seconds(view.promoted_s),
-        " ".join(milliseconds(spent) for phase in views.PHASES if (spent := view.phase(phase)) is not None),
+        " ".join(milliseconds(spent) for phase in PHASES if (spent := view.phase(phase)) is not None),
         "" if view.size is None else views.size(view.size),
         stored,
         view.reason or "; ".join(refusals) or (f"changes nothing: {view.noop}" if view.noop else ""),

@@ -47,7 +47,9 @@ def _lines(scheduler: Scheduler, started_at: float) -> Iterator[str]:
     by_source = {"local_compute": "prompt_tokens_computed", "local_cache_hit": "prefix_cache_hits"}
     for source, counted in by_source.items():
         yield f'vllm:prompt_tokens_by_source_total{{{labels},source="{source}"}} {float(counts[counted])!r}'
+    yield from histogram("vllm:request_queue_time_seconds", counts["ended"], scheduler.queue_s)
     yield from histogram("vllm:request_prefill_time_seconds", counts["ended"], scheduler.prefill_s)
+    yield from histogram("vllm:request_decode_time_seconds", counts["ended"], scheduler.decode_s)
     yield from histogram("vllm:request_prefill_kv_computed_tokens", counts["ended"], counts["ended_computed"])
     yield from counter("vllm:prompt_tokens_cached", counts["prefix_cache_hits"])
     yield from counter("vllm:generation_tokens", counts["generation_tokens"])

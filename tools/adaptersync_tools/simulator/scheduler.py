@@ -34,6 +34,7 @@ class Job:
         self.request_id = request_id
         self.running: Running | None = None
         self.admitted = False
+        self.submitted_at = self.admitted_at = 0.0
         self.said = 0
         self.aborted = False
         self.first_token_at = 0.0
@@ -54,7 +55,7 @@ class Scheduler:
         self.engine = engine
         self.latency = latency
         self.counts: Counter[str] = Counter()  # what /metrics reports
-        self.prefill_s = 0.0  # of requests that have ended
+        self.queue_s = self.prefill_s = self.decode_s = 0.0  # of requests that have ended
         self.dead = asyncio.Event()
         self.paused = False
         self._publish = publish
@@ -113,6 +114,7 @@ class Scheduler:
         """
         if self.dead.is_set():
             raise EngineDead
+        job.submitted_at = self._time()
         self._jobs.add(job)
         self._waiting.append(job)
         try:
@@ -229,7 +231,7 @@ class Scheduler:
         except EngineDead:
             self.die()
             return
-        job.running, job.admitted = running, True
+        job.running, job.admitted, job.admitted_at = running, True, self._time()
         prompt = len(job.request.prompt)
         cached = self.engine.cached_tokens(running)
         if not job.request.want_prompt_logprobs:
@@ -255,7 +257,9 @@ class Scheduler:
             self.counts[job.finish_reason if complete else "abort"] += 1
             self.counts["ended"] += 1
             self.counts["ended_computed"] += job.computed
+            self.queue_s += job.admitted_at - job.submitted_at
             self.prefill_s += job.prefill_s
+            self.decode_s += max(0.0, self._time() - job.first_token_at)
             self.engine.finish(job.running)
             self._pump()
 

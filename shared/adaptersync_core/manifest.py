@@ -91,8 +91,9 @@ class Manifest(Struct, frozen=True, kw_only=True):
     `timings` are seconds by the trainer's own monotonic clock. Of this version: `step_s` between the sync before and
     this one, `gather_s`, `save_s`, `queued_s` until its turn came, `hashed_s`. Of what went before it: `sync_s` for
     which the sync before held training up, `rollout_wait_s` for which training since then had no sample; and means of
-    `score_s` a group, `sample_queue_s` a sample in the trainer's queue, `backpressure_s` one that found it full. `load` is how much of what was in use:
-    `inflight` rollouts of `inflight_max`, `queued` samples of `queued_max`. Whatever is not there was not told.
+    `score_s` a group, `sample_queue_s` a sample in the trainer's queue, `backpressure_s` one that found it full.
+    `load` is how much of what was in use: `inflight` rollouts of `inflight_max`, `queued` samples of `queued_max`.
+    Whatever is not there was not told.
     """
 
     run: str

@@ -31,14 +31,17 @@ class Row(Struct, kw_only=True, omit_defaults=True):
     """`version` is the adapter id (the base model's name for the base); times are seconds; None is not known.
 
     `outcome`: ok; refused (by us or by the replica, see `status`); upstream_error; client_gone; stopped (by us);
-    router_error; open; unknown. `first_byte_s` counts from sending to the replica, and so does `first_token_s`, which only streams have: of an
-    answer that comes whole nobody outside the engine knows. `started_at` is the router's wall clock. `voided`: the version was found bad, while it ran or later. `gated`: asked with the gate's own credentials.
+    router_error; open; unknown. `first_byte_s` counts from sending to the replica. `started_at` is the router's wall
+    clock. `voided`: the version was found bad, while it ran or later. `gated`: asked with the gate's own credentials.
     `substituted` is the name that the version stands for, when it is another's. `tried` are replicas that were asked
     before `replica`, each with why it did not do, when `attempts` are several. `session` stands for the session of its
     run that it was asked in. `predicted_tokens` were expected to be cached there. What else routing went by: `weight`
     sequences, `alike` of them of a prompt of so many `blocks`, of which `boilerplate` were everybody's; `chain` is its
     hash, with "known:hash " before it where the prompt goes on from one that was known; a block is of `block_size`
     tokens, or bytes. A row may be without what came after it was opened. A router fills it as it goes.
+
+    `first_token_s` counts from sending to the replica, too, and only streams have it: when the first token of an answer
+    was there that came whole, only its engine knows.
     """
 
     request_id: str

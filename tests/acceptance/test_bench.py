@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from adaptersync_core.events import PHASES
 from adaptersync_tools.bench import decision, engine, promotion
 from adaptersync_tools.bench.result import Figure, Result
 from adaptersync_tools.demo.synthetic import SMALL
@@ -75,7 +76,7 @@ def test_engine(tmp_path: Path) -> None:
     assert hurried.promotions >= 1
     assert paced.steady_tokens_per_s > 0
     assert paced.engine_cpu is not None
-    assert set(result.phases["replica-0"]) == {"staged_s", "verified_s", "loaded_s", "proved_s"}
+    assert set(result.phases["replica-0"]) == set(PHASES)
     assert family(tmp_path) == []
 
 

@@ -121,6 +121,8 @@ def test_metrics_count_tokens(engine: Engine, prompt: Prompt) -> None:
     labels = f'{{engine="0",model_name="{MODEL}"}}'
     for name, each in (("count", 4), ("sum", 152)):
         names[f"vllm:request_prefill_kv_computed_tokens_{name}{labels}"] = each
+    for phase in ("queue", "prefill", "decode"):
+        names[f"vllm:request_{phase}_time_seconds_count{labels}"] = 4
     for source, each in (("local_compute", 152), ("local_cache_hit", 128)):
         names[f'vllm:prompt_tokens_by_source_total{labels[:-1]},source="{source}"}}'] = each
     names[f'vllm:request_success_total{{engine="0",finished_reason="length",model_name="{MODEL}"}}'] = 4
@@ -134,8 +136,9 @@ def test_metrics_count_tokens(engine: Engine, prompt: Prompt) -> None:
         return {name: after[name] - before[name] for name in names}
 
     wait_until_sync(lambda: grown() == names, what=f"{names}, at last {grown()}")
-    took = f"vllm:request_prefill_time_seconds_sum{labels}"
-    assert _metrics(engine)[took] >= before[took]
+    for phase in ("queue", "prefill", "decode"):
+        took = f"vllm:request_{phase}_time_seconds_sum{labels}"
+        assert _metrics(engine)[took] >= before[took]
 
 
 def test_the_server_describes_itself(engine: Engine) -> None:

@@ -113,8 +113,8 @@ async def test_s13_blind_mounts_of_all_replicas_cost_their_delay_and_a_second(mo
     for event in acks:
         assert isinstance(event, ReplicaAcked)
         assert event.accepted
-        assert event.staged_s is not None
-        assert late_s / 2 < event.staged_s < late_s + 1
+        assert event.visible_s is not None
+        assert late_s / 2 < event.visible_s < late_s + 1
     for looked in seen.values():
         assert set(looked.looks.values()) == {1}, "no name was asked for twice"
 

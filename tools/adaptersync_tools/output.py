@@ -21,6 +21,7 @@ PIPE_WIDTH = 200  # columns, where there is no terminal to ask
 STATE_STYLES = {
     "ready": "green",
     "current": "bold green",
+    "promoted": "bold green",
     "retained": "green",
     "staging": "yellow",
     "joining": "yellow",

@@ -88,7 +88,7 @@ class Saving:
         return self._model.save_pretrained(*args, **kwargs)
 
     def timings(self) -> dict[str, float]:
-        """Once it is saved. `save_s` is all of it on a process that did not write."""
+        """Once it is saved; a process that does not write has gathered only."""
         if self._gathered_at is None:
-            return {"save_s": self._monotonic() - self._began}
+            return {"gather_s": self._monotonic() - self._began}
         return {"gather_s": self._gathered_at - self._began, "save_s": self._monotonic() - self._gathered_at}

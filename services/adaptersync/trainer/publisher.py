@@ -145,11 +145,13 @@ class AdapterPublisher:
 
         `timings` are seconds the trainer spent, by phase, and `load` is how much of what it used, under the names of
         `Manifest`: `adaptersync phases` shows them, and `adaptersync bottleneck` needs `step_s`, `rollout_wait_s` and
-        `sync_s` to say what limits the run, `inflight` of `inflight_max` to say it well. `probe` lets replicas prove what they
-        answer by what the trainer computes: n token ids of any text, and n - 1 differences of log-probability, of
-        `tokens[i + 1]` after `tokens[:i + 1]`, under the adapter less under the base model alone. Natural logarithms
-        over the whole vocabulary at temperature 1; some hundred tokens on which the adapter has an effect. They are
-        scored on every replica before it accepts, where its engine can do that; n must fit into its context.
+        `sync_s` to say what limits the run, and `inflight` of `inflight_max` to say it well.
+
+        `probe` lets replicas prove what they answer by what the trainer computes: n token ids of any text, and n - 1
+        differences of log-probability, of `tokens[i + 1]` after `tokens[:i + 1]`, under the adapter less under the base
+        model alone. Natural logarithms over the whole vocabulary at temperature 1; some hundred tokens on which the
+        adapter has an effect. They are scored on every replica before it accepts, where its engine can do that; n must
+        fit into its context.
 
         AdapterInvalid when the fleet could not serve it, StoreError when it cannot be stored, Fenced when a newer
         trainer has begun the run. After an error nothing was announced, and the next call may publish the same again.

@@ -30,6 +30,7 @@ EXAMPLES: list[Event] = [
         noop=False,
         step=30,
         published_at=1_700_000_000.25,
+        stored_s=0.03125,
     ),
     events.VersionStaging(version=V7, generation=9, replicas="r1 r2"),
     events.ReplicaAcked(
@@ -37,6 +38,7 @@ EXAMPLES: list[Event] = [
         replica="r1",
         engine_epoch="1700000000.25",
         accepted=True,
+        visible_s=0.5,
         staged_s=0.125,
         verified_s=0.0625,
         loaded_s=1.5,

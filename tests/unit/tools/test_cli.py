@@ -90,7 +90,7 @@ def test_help_teaches(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_read_has_json() -> None:
-    for name in ("status", "versions", "events", "config", "verify", "publish"):
+    for name in ("status", "versions", "events", "config", "verify", "publish", "phases", "bottleneck"):
         assert "as_json" in {parameter.name for parameter in adaptersync.commands[name].params}
 
 

@@ -327,7 +327,14 @@ def test_the_trainers_clock_is_what_was_published_and_the_workers_what_was_promo
         for published in publisher.published
     )
     assert len({published.directory for published in publisher.published}) == 4  # what is on its way stays as it is
+    assert [{"step_s", "sync_s"} <= published.timings.keys() for published in publisher.published] == [
+        False, True, True, True,
+    ]  # fmt: skip
+    assert all({"gather_s", "save_s"} <= published.timings.keys() for published in publisher.published)
+    assert all(published.timings["rollout_wait_s"] >= 0 for published in publisher.published[2:])
+    assert publisher.published[-1].load["queued_max"] == trainer.args.queue_maxsize
     steps = [entry for entry in trainer.state.log_history if "ratio" in entry]
+    assert all(entry["adaptersync/gather_s"] >= 0 < entry["adaptersync/save_s"] for entry in steps)
     assert [entry["adaptersync/published"] for entry in steps] == [2, 3, 4]
     assert all("sample/dropped_stale_total" not in entry for entry in steps)
 

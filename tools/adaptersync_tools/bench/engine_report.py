@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
+from adaptersync_core.events import PHASES
 from adaptersync_tools.bench.engine import EngineResult
 from adaptersync_tools.bench.gaps import Spread
 from adaptersync_tools.output import console, milliseconds, table

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import click
 
-from adaptersync_tools.cli import bench, changing, local, publishing, reading, route, services
+from adaptersync_tools.cli import bench, changing, local, publishing, reading, route, services, timing
 from adaptersync_tools.cli.common import run_command
 
 
@@ -35,6 +35,7 @@ def adaptersync() -> None:
 for command in (
     *local.COMMANDS,
     *reading.COMMANDS,
+    *timing.COMMANDS,
     *route.COMMANDS,
     *publishing.COMMANDS,
     *changing.COMMANDS,

@@ -27,6 +27,7 @@ import msgspec
 from msgspec import Struct
 
 from adaptersync.trainer import AdapterPublisher, Publication
+from adaptersync.trainer.figures import WAIT, Figures
 from adaptersync_core.config import Config, load_config
 from adaptersync_core.errors import AdapterSyncError, PublicationFailed
 
@@ -162,18 +163,23 @@ class SyntheticTrainer:
         self._publisher = publisher
         self._scratch = scratch
         self._waiting: list[Publication] = []
+        self._figures = Figures()
 
     def train(self, steps: int) -> Iterable[Step]:
         """One figure line a step, when it is done."""
         began = time.monotonic()
-        self._publish(step=0)
-        self._settle(0)
+        with self._figures.sync():
+            self._publish(step=0)
+            self._settle(0)
         for step in range(1, steps + 1):
             started = time.monotonic()
             served, failed = asyncio.run(self._rollouts(step))
             rolled = time.monotonic()
-            publication = self._publish(step=step)
-            published = time.monotonic()
+            self._figures.logged({WAIT: rolled - started})
+            with self._figures.sync():
+                publication = self._publish(step=step)
+                published = time.monotonic()
+                self._settle(self._publisher.max_staleness)
             oldest = min((int(name.rpartition("-v")[2].partition("-")[0]) for name in served), default=publication.seq)
             yield Step(
                 step=step,
@@ -185,13 +191,12 @@ class SyntheticTrainer:
                 rollout_s=round(rolled - started, 4),
                 publish_s=round(published - rolled, 4),
             )
-            self._settle(self._publisher.max_staleness)
         self._settle(0)
 
     def _publish(self, *, step: int) -> Publication:
         began = time.monotonic()
         adapter = write_adapter(self._scratch, base=self._base, seed=step)
-        timings = {"save_s": time.monotonic() - began}
+        timings = self._figures.timings(step) | {"save_s": time.monotonic() - began}
         publication = self._publisher.publish(adapter, step=step, timings=timings)
         self._waiting.append(publication)
         return publication

@@ -1,0 +1,195 @@
+"""Runs that one side limits on purpose: what `adaptersync bottleneck` and `phases` make of what they left behind.
+
+Engines and training are scripted, everything between them is real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from msgspec.structs import replace
+
+from adaptersync.agent import served
+from adaptersync_core.config import Config
+from adaptersync_tools.cli import main
+from adaptersync_tools.explain import to_toml
+from adaptersync_tools.simulator.scheduler import Latency
+from support.scripted_trainer import ScriptedTrainer
+from support.wait import wait_until
+from support.whole_fleet import WholeFleet, whole_fleet
+
+STEPS = 5
+
+Run = Callable[..., Awaitable[None]]
+Ask = Callable[..., Awaitable[Any]]
+Make = Callable[..., AbstractAsyncContextManager[WholeFleet]]
+
+
+@pytest.fixture
+def make(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    monkeypatch.setattr(served, "LOOK_S", 0.1)
+
+    @asynccontextmanager
+    async def fleet(*, router: dict[str, Any] | None = None, **engine: Any) -> AsyncIterator[WholeFleet]:
+        settings = replace(config, router=replace(config.router, **(router or {})))
+        async with whole_fleet(settings, tmp_path, **engine) as fleet:
+            yield fleet
+
+    return fleet
+
+
+@pytest.fixture
+def ask(config: Config, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Ask:
+    """A command's document, from the command line."""
+    settings = tmp_path / "settings.toml"
+    settings.write_text(
+        to_toml({"group.name": config.group.name, "redis.control_url": config.redis.control_url}), encoding="utf-8"
+    )
+
+    async def ask(*arguments: str) -> Any:
+        capfd.readouterr()
+        assert await asyncio.to_thread(main, [*arguments, "--json", "--config", str(settings)]) == 0
+        return orjson.loads(capfd.readouterr().out)
+
+    return ask
+
+
+async def train(fleet: WholeFleet, steps: int = STEPS, **script: Any) -> None:
+    publisher = await fleet.trainer()
+    await ScriptedTrainer(fleet, publisher, **script).train(steps)
+
+    async def told() -> bool:  # ledger rows and engines' counters are a moment behind
+        seen = (await fleet.registry.fleet()).replicas.values()
+        return bool(await fleet.rows()) and any(each.report.served.requests for each in seen)
+
+    await wait_until(told, what="what the engines answered is reported")
+
+
+async def verdict(ask: Ask) -> tuple[str, Any]:
+    document = await ask("bottleneck", "run")
+    return document["verdict"]["limit"], document
+
+
+async def test_a_run_whose_trainer_is_slow(make: Make, ask: Ask) -> None:
+    async with make(latency=Latency(decode_tokens_per_s=400)) as fleet:
+        await train(fleet, inflight=8, samples=4, train_s=0.5, queue=8)
+        limit, document = await verdict(ask)
+        assert limit == "trainer", document
+        assert document["figures"]["queued"] > 4  # of 8: samples wait for the trainer
+        assert "more trainer" in document["verdict"]["change"][0]
+
+
+async def test_a_run_whose_engines_have_more_than_they_can_do(make: Make, ask: Ask) -> None:
+    async with make(latency=Latency(decode_tokens_per_s=100), max_num_seqs=1) as fleet:
+        await train(fleet, inflight=12, samples=8, train_s=0.02, tokens=20)
+        limit, document = await verdict(ask)
+        assert limit == "generation", document
+        assert document["figures"]["engine_queue"] > 0.5
+        assert "more replicas" in document["verdict"]["change"][0]
+
+
+async def test_a_run_with_too_little_in_flight(make: Make, ask: Ask) -> None:
+    async with make(latency=Latency(decode_tokens_per_s=100)) as fleet:
+        await train(fleet, inflight=2, samples=6, train_s=0.02, tokens=20)
+        limit, document = await verdict(ask)
+        assert limit == "in-flight", document
+        assert "in-flight limit" in document["verdict"]["change"][0]
+
+
+async def test_a_run_whose_router_takes_no_more(make: Make, ask: Ask) -> None:
+    async with make(latency=Latency(decode_tokens_per_s=100), router={"max_inflight": 2}) as fleet:
+        await train(fleet, inflight=12, samples=6, train_s=0.02, tokens=20)
+        limit, document = await verdict(ask)
+        assert limit == "in-flight", document
+        assert "router.max_inflight" in document["verdict"]["change"][0]
+
+
+async def test_a_run_that_waits_for_promotions(make: Make, ask: Ask) -> None:
+    async with make(latency=Latency(decode_tokens_per_s=400, load_s=0.5)) as fleet:
+        await train(fleet, inflight=8, samples=4, train_s=0.05, waits=True)
+        limit, document = await verdict(ask)
+        assert limit == "sync", document
+        assert document["figures"]["phase"] in ("loaded", "proved")  # a proof may load the canary
+        assert document["verdict"]["change"][0].startswith("look at `")
+
+
+async def test_a_run_whose_rollouts_are_held_for_promotions(make: Make, ask: Ask) -> None:
+    """Its trainer waits for rollouts, and these for the version: more replicas would gain nothing."""
+    async with make(latency=Latency(decode_tokens_per_s=400, load_s=0.5)) as fleet:
+        await train(fleet, inflight=8, samples=4, train_s=0.02, strict=True)
+        limit, document = await verdict(ask)
+        assert limit == "sync", document
+        assert document["figures"]["held"] > 0.5
+
+
+async def test_a_run_that_has_only_begun_is_not_judged(make: Make, ask: Ask) -> None:
+    async with make() as fleet:
+        await train(fleet, steps=1, inflight=2, samples=2, train_s=0.02)
+        limit, document = await verdict(ask)
+        assert limit == "unknown"
+        assert "1 of the latest versions" in document["verdict"]["evidence"][0]
+
+
+async def test_the_phases_of_a_version_add_up(make: Make, ask: Ask) -> None:
+    async with make(latency=Latency(decode_tokens_per_s=400, load_s=0.2)) as fleet:
+        await train(fleet, steps=2, inflight=2, samples=2, train_s=0.1, waits=True)
+        document = await ask("phases", "run", "2")
+        version = document["version"]
+        assert version["version"].startswith("run-v2-")
+        took = {span["phase"]: span["seconds"] for span in version["spans"]}
+        assert took.keys() >= {"step", "digest", "publish", "taken up", "committed", "first token"}
+        assert 0.1 <= took["step"] < 1.0
+        assert {each["replica"] for each in version["replicas"]} == {"replica-0", "replica-1"}
+        for each in version["replicas"]:
+            spans = each["spans"]
+            assert [span["phase"] for span in spans] == [
+                "noticed", "visible", "staged", "verified", "loaded", "proved"
+            ]  # fmt: skip
+            for before, after in pairwise(spans):
+                assert before["start_s"] + before["seconds"] == pytest.approx(after["start_s"], abs=0.01)
+            assert spans[-1]["start_s"] + spans[-1]["seconds"] == pytest.approx(each["acked_s"], abs=1e-6)
+            assert spans[4]["seconds"] >= 0.2
+            assert each["first_token_s"] is None or each["first_token_s"] >= version["promoted_s"] - 0.01
+        slowest = next(each for each in version["replicas"] if each["replica"] == version["slowest"])
+        way = took["taken up"] + sum(span["seconds"] for span in slowest["spans"]) + took["committed"]
+        assert way == pytest.approx(version["promoted_s"], abs=0.01)
+        (promoted,) = await fleet.events("version.promoted", version["version"])
+        assert version["promoted_s"] == pytest.approx(promoted.waited_s, abs=0.1)
+        assert sum(share["share"] for share in document["shares"]) == pytest.approx(1.0)
+        assert {phase["phase"] for each in document["rollouts"] for phase in each["phases"]} == {
+            "hold", "route", "whole answer"
+        }  # fmt: skip
+        assert document["engines"]
+
+
+async def test_a_stream_tells_first_token_and_decoding_apart(make: Make, ask: Ask) -> None:
+    async with make(latency=Latency(prefill_tokens_per_s=360, decode_tokens_per_s=100)) as fleet:
+        await train(fleet, steps=1, inflight=1, samples=1, train_s=0.01)
+        for _ in range(2):
+            await fleet.complete("run", list(range(36)), max_tokens=31, stream=True)
+
+        async def streamed() -> bool:
+            return sum("first_token_s" in row for row in await fleet.rows()) == 2
+
+        await wait_until(streamed, what="both streams are in the ledger")
+        document = await ask("phases", "run")
+        took = {
+            phase["phase"]: phase["p50_s"]
+            for each in document["rollouts"]
+            for phase in each["phases"]
+            if phase["phase"] in ("first token", "decode")
+        }
+        assert 0.01 < took["first token"] < 0.3
+        assert 0.3 <= took["decode"] < 0.6
+        rows = [row for row in await fleet.rows() if "first_token_s" in row]
+        assert all(float(row["first_byte_s"]) <= float(row["first_token_s"]) for row in rows)
+        metrics = (await fleet.get("/metrics")).body.decode()
+        for name in ("first_token", "decode"):
+            assert f"adaptersync_router_{name}_seconds_count{{replica=" in metrics

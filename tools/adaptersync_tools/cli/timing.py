@@ -1,0 +1,330 @@
+"""Commands that say where the time goes: phases, bottleneck. Each has --json, and none changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from msgspec import Struct
+from rich.text import Text
+
+from adaptersync_core.errors import NameInvalid
+from adaptersync_core.manifest import Manifest
+from adaptersync_core.records import Served
+from adaptersync_core.registry import Registry
+from adaptersync_core.rollouts import dated
+from adaptersync_tools import bottleneck as limits
+from adaptersync_tools.cli.common import config_option, json_option, settings, visit
+from adaptersync_tools.output import console, print_json, state, table
+from adaptersync_tools.phases import (
+    PATH,
+    REPLICA,
+    RolloutPhases,
+    Rollouts,
+    Share,
+    Span,
+    Told,
+    VersionPhases,
+    shares,
+    version_phases,
+)
+from adaptersync_tools.views import duration
+
+READ_S = 600.0  # for a ledger of any length
+PAGE = 500  # stream entries of one read
+CLOCKS_S = 3600.0  # by how much a trainer's wall clock may be wrong, where it says how far back to look
+FEWEST_COLUMNS = 20  # of a bar
+# what a bar is drawn with, and in which colour
+MARKS = {
+    "noticed": ("·", "dim"),
+    "visible": ("░", "yellow"),
+    "staged": ("▒", "cyan"),
+    "verified": ("▓", "blue"),
+    "loaded": ("█", "green"),
+    "proved": ("▚", "magenta"),
+}
+MARK = ("━", "bold")
+
+last_option = click.option(
+    "--last", type=click.IntRange(min=1), default=20, show_default=True, help="The newest versions that are looked at."
+)
+
+
+class Found(Struct, kw_only=True):
+    """What was kept of a run's newest versions, oldest first; `served` by replica."""
+
+    manifests: list[Manifest]
+    versions: list[VersionPhases]
+    rollouts: Rollouts
+    served: dict[str, Served]
+
+
+class Phases(Struct, frozen=True, kw_only=True):
+    """`shares` are of the way from step to first token; `engines` what vLLM counts by itself; `trainer` its newest
+    figures, means over what it logged: no rollout's row says them."""
+
+    version: VersionPhases
+    shares: list[Share]
+    rollouts: list[RolloutPhases]
+    engines: dict[str, Served]
+    trainer: dict[str, float]
+
+
+@click.command()
+@click.argument("run")
+@click.argument("version", required=False)
+@config_option
+@json_option
+@last_option
+def phases(run: str, version: str | None, config_path: Path | None, as_json: bool, last: int) -> None:
+    """Show where the time of a version of RUN goes, and of the newest ones.
+
+    VERSION is an id or a number; by default the newest that was promoted. Times count from its announcement, on the
+    clock of the control server; what came before is negative. A replica's bar is drawn with its phases.
+
+    \b
+    noticed        asked by the coordinator, until its agent began
+    visible        until the mount showed it, or the fast lane gave it
+    staged, verified, loaded, proved
+    committed      the slowest replica's word, until it was current
+    first token    then until the first one; of an answer that came whole, until that came
+    queue, prefill, decode: vLLM counts them by engine only, not by rollout, and agents' proofs among them
+    Examples:
+      adaptersync phases my-run
+      adaptersync phases my-run 12 --json | jq '.version.replicas[] | {replica, acked_s}'
+    """
+    config = settings(config_path)
+    found = visit(config, lambda registry: _read(registry, run, last, version), timeout_s=READ_S)
+    shown = _chosen(found.versions, run, version)
+    told = next(each for each in found.manifests if each.adapter_id == shown.version)
+    document = Phases(
+        version=shown,
+        shares=shares(found.versions),
+        rollouts=found.rollouts.phases(),
+        engines={name: served for name, served in found.served.items() if served.requests},
+        trainer=told.timings | told.load,
+    )
+    if as_json:
+        print_json(document)
+    else:
+        _print_phases(document)
+
+
+@click.command()
+@click.argument("run")
+@config_option
+@json_option
+@last_option
+def bottleneck(run: str, config_path: Path | None, as_json: bool, last: int) -> None:
+    """Say which side limits RUN, by which evidence, and what to change first.
+
+    Judged by its newest versions: what their trainer says of its steps, syncs and waits, how long rollouts were held
+    for a version, and whether requests queue in engines. The verdict may be that this is not enough evidence.
+
+    \b
+    trainer        samples are there before it is
+    sync           training, or rollouts, wait for versions
+    generation     the trainer waits for rollouts, and engines do what they can
+    in-flight      it waits for them, and engines could do more at once
+    balanced       nothing stands out
+    Examples:
+      adaptersync bottleneck my-run
+      adaptersync bottleneck my-run --last 5 --json | jq -r .verdict.limit
+    """
+    config = settings(config_path)
+    found = visit(config, lambda registry: _read(registry, run, last, None), timeout_s=READ_S)
+    figures = limits.figures(found.manifests, found.versions, found.rollouts, found.served.values())
+    verdict = limits.judge(figures)
+    if as_json:
+        print_json({"run": run, "verdict": verdict, "figures": figures})
+        return
+    out = console()
+    style = {"unknown": "bold yellow", "balanced": "bold green"}.get(verdict.limit, "bold red")
+    out.print(Text.assemble((run, "bold"), "  limited by  ", (verdict.limit, style), "  ", verdict.says))
+    for line in verdict.evidence:
+        out.print(Text.assemble(("  because  ", "dim"), line))
+    for number, line in enumerate(verdict.change):
+        out.print(Text.assemble(("  first    " if number == 0 else "  then     ", "dim"), line))
+
+
+async def _read(registry: Registry, run: str, last: int, version: str | None) -> Found:
+    """The newest `last` versions, and the one that is asked for."""
+    known = await registry.published(run)
+    if not known:
+        runs = ", ".join(await registry.runs()) or "none"
+        raise NameInvalid("no such run, or nothing was published", next_step=f"known runs: {runs}", run=run)
+    names = [name for name, _ in known[-last:]]
+    if version is not None:
+        asked = next((name for name, seq in known if version in (name, str(seq), f"v{seq}", f"{run}@v{seq}")), None)
+        if asked is None:
+            raise NameInvalid("no such version", next_step=f"see adaptersync versions {run}", run=run, version=version)
+        names = names if asked in names else [asked, *names]
+    kept = dict(zip(names, await registry.records(names), strict=True))
+    manifests = [manifest for manifest, _ in kept.values() if manifest is not None]
+    events = await _events(registry, names, since=min((each.created_at for each in manifests), default=0.0))
+    rollouts = Rollouts(names)
+    began = min((told[0][0] for told in events.values() if told), default=None)
+    if began is not None:
+        async for _, rows in dated(registry, str(int(began * 1000))):
+            for at, row in rows:
+                rollouts.see(at, row)
+    versions = [version_phases(name, kept[name][0], events[name], rollouts.first_tokens(name)) for name in names]
+    replicas = (await registry.fleet()).replicas
+    return Found(
+        manifests=manifests,
+        versions=[each for each in versions if each is not None],
+        rollouts=rollouts,
+        served={name: seen.report.served for name, seen in sorted(replicas.items())},
+    )
+
+
+async def _events(registry: Registry, names: Sequence[str], *, since: float) -> dict[str, list[Told]]:
+    """What was told of each version, oldest first: read backwards until all their announcements were seen.
+
+    `since` is a trainer's word on when the first was published, and not trusted by an hour.
+    """
+    found: dict[str, list[Told]] = {name: [] for name in names}
+    missing, end = set(names), "+"
+    start = str(max(0, int((since - CLOCKS_S) * 1000))) if since else "-"
+    while missing:
+        page = await registry.client.command("XREVRANGE", registry.keys.events, end, start, "COUNT", PAGE)
+        if not page:
+            break
+        for entry, fields in page:
+            if fields.get("version") in found:
+                found[fields["version"]].append((int(entry.partition("-")[0]) / 1000, fields))
+                if fields.get("type") == "adapter.published":
+                    missing.discard(fields["version"])
+        end = f"({page[-1][0]}"
+    return {name: told[::-1] for name, told in found.items()}
+
+
+def _chosen(found: Sequence[VersionPhases], run: str, version: str | None) -> VersionPhases:
+    if version is None:
+        promoted = [each for each in found if each.slowest]
+        chosen = next(iter([*promoted[::-1], *found[::-1]]), None)
+    else:
+        seqs = (version.removeprefix(f"{run}@").removeprefix("v"), version)
+        chosen = next((each for each in found if each.version == version or _seq(each) in seqs), None)
+    if chosen is None:
+        raise NameInvalid(
+            "nothing is kept of when this version was announced", next_step=f"see adaptersync versions {run}", run=run
+        )
+    return chosen
+
+
+def _seq(found: VersionPhases) -> str:
+    return found.version.rpartition("-v")[2].partition("-")[0]
+
+
+def _print_phases(found: Phases) -> None:
+    out = console()
+    version = found.version
+    step = "" if version.step is None else f"  step {version.step}"
+    out.print(Text.assemble((version.version, "bold"), "  ", state(version.outcome), (step, "dim")))
+    out.print()
+    out.print(_waterfall(version, max(FEWEST_COLUMNS, min(out.width, 120) - 62)))
+    if version.replicas:
+        out.print(_by_replica(version))
+    if found.shares:
+        rows = [
+            (each.phase, each.count, _ms(each.p50_s), _ms(each.p95_s), f"{each.share:.0%}") for each in found.shares
+        ]
+        title = "From step to first token, by the slowest replica"
+        out.print(table(title, ("phase", "versions>", "p50, ms>", "p95, ms>", "share>"), rows))
+    if found.rollouts:
+        rollouts = [
+            (each.replica, phase.phase, phase.count, _ms(phase.p50_s), _ms(phase.p95_s))
+            for each in found.rollouts
+            for phase in each.phases
+        ]
+        out.print(table("Rollouts", ("replica!", "phase", "rollouts>", "p50, ms>", "p95, ms>"), rollouts))
+    if found.engines:
+        engines = [
+            (name, each.requests, *(_ms(spent / each.requests) for spent in _spent(each)))
+            for name, each in found.engines.items()
+        ]
+        columns = ("replica!", "requests>", "queue, ms>", "prefill, ms>", "decode, ms>")
+        out.print(table("Engines by their own counters, means", columns, engines))
+    shown = {name: value for name, value in found.trainer.items() if name in AFTER}
+    if shown:
+        said = ", ".join(f"{AFTER[name]} {duration(value)}" for name, value in shown.items())
+        out.print(Text.assemble(("trainer, means  ", "dim"), said))
+
+
+AFTER = {
+    "rollout_wait_s": "waited for rollouts",
+    "sync_s": "held up by the last sync",
+    "score_s": "scored a group",
+    "sample_queue_s": "a sample waited",
+    "backpressure_s": "queue found full",
+}
+
+
+def _spent(served: Served) -> tuple[float, float, float]:
+    return served.queue_s, served.prefill_s, served.decode_s
+
+
+def _waterfall(version: VersionPhases, columns: int) -> Any:
+    """One line for each phase that is the version's, and for each replica; a step would leave no room for the rest."""
+    spans = [span for span in version.spans if span.phase != "step"]
+    drawn = [*spans, *(span for each in version.replicas if not each.late for span in each.spans)]
+    start = min((span.start_s for span in drawn), default=0.0)
+    scale = columns / max(max((span.end_s for span in drawn), default=0.0) - start, 1e-9)
+
+    def bar(parts: Sequence[Span]) -> Text:
+        text = Text()
+        for part in sorted(parts, key=lambda part: part.start_s):
+            mark, style = MARKS.get(part.phase, MARK)
+            begin, end = round((part.start_s - start) * scale), round((part.end_s - start) * scale)
+            text.append(" " * (min(begin, columns - 1) - len(text)))
+            text.append(mark * max(end - max(begin, len(text)), 0 if part.seconds * scale < 0.5 else 1), style)
+        return text
+
+    rows: list[tuple[Any, ...]] = []
+    order = {phase: place for place, phase in enumerate(PATH)}
+    before = [span for span in version.spans if order[span.phase] < order["noticed"]]
+    for span in before:
+        drawn_bar = Text("…", "dim") if span.phase == "step" else bar([span])
+        rows.append(("", span.phase, _ms(span.start_s), _ms(span.seconds), drawn_bar))
+    for each in version.replicas:
+        if each.late:
+            rows.append((each.replica, "joined later", _ms(each.acked_s), "", ""))
+            continue
+        name = Text(each.replica, "bold" if each.replica == version.slowest else "")
+        began = min((span.start_s for span in each.spans), default=each.acked_s)
+        what = "accepted" if each.accepted else Text("refused", "bold red")
+        rows.append((name, what, _ms(began), _ms(each.acked_s - began), bar(each.spans)))
+    for span in version.spans:
+        if span not in before:
+            rows.append(("", span.phase, _ms(span.start_s), _ms(span.seconds), bar([span])))
+    legend = "  ".join(f"{mark} {phase}" for phase, (mark, _) in MARKS.items())
+    return table("Milliseconds from its announcement", ("replica!", "phase!", "from>", "took>", legend), rows)
+
+
+def _by_replica(version: VersionPhases) -> Any:
+    rows = []
+    for each in version.replicas:
+        took = {span.phase: span.seconds for span in each.spans}
+        rows.append(
+            (
+                Text(each.replica, "bold" if each.replica == version.slowest else ""),
+                *(_ms(took.get(phase)) for phase in REPLICA),
+                _ms(each.acked_s),
+                _ms(each.first_token_s),
+            )
+        )
+    columns = ("replica!", *(f"{phase}>" for phase in REPLICA), "acked at>", "first token at>")
+    return table("Replicas, milliseconds; the slowest is bold", columns, rows)
+
+
+def _ms(seconds: float | None) -> str:
+    """Milliseconds, with a tenth where that is much of it."""
+    if seconds is None:
+        return ""
+    return f"{seconds * 1000:.{1 if abs(seconds) < 0.01 else 0}f}"
+
+
+COMMANDS = (phases, bottleneck)

@@ -96,19 +96,6 @@ async def test_a_published_version_becomes_current(group: Group, publisher: Adap
     assert manifest == publication.manifest == await group.registry.manifest(publication.adapter_id)
     assert (manifest.step, manifest.epoch) == (12, 1)
     assert manifest.timings["hashed_s"] > 0
-    assert publication.timings.keys() == {"hashed_s", "stored_s", "promoted_s"}
-    (announced,) = [
-        fields
-        for _, fields in await group.registry.client.read_stream(group.registry.keys.events, "0")
-        if fields["type"] == "adapter.published"
-    ]
-    assert float(announced["stored_s"]) == pytest.approx(publication.timings["stored_s"], abs=1e-6)
-    (promoted,) = [
-        fields
-        for _, fields in await group.registry.client.read_stream(group.registry.keys.events, "0")
-        if fields["type"] == "version.promoted"
-    ]
-    assert publication.timings["promoted_s"] <= float(promoted["waited_s"]) + 1.5  # it looks once a second
     verify_files(manifest, group.store.directory(publication.adapter_id))
     assert (await group.registry.table()).runs["run"].max_staleness == 1
 

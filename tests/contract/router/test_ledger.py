@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from adaptersync.router import ledger
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
+from adaptersync.router.proxy import WHOLE_BYTES
 from adaptersync_core.pipe import Pipe
 from adaptersync_core.registry import Registry
 from adaptersync_core.rollouts import FIELD, OPEN, UNKNOWN, Row, read_rollouts
@@ -49,6 +50,31 @@ async def test_a_row_says_what_served_it(fleet: Fleet) -> None:
         assert row["router"].startswith("router-0-")
         phases = {name: float(row[name]) for name in ("hold_s", "route_s", "first_byte_s", "total_s")}
         assert 0 <= phases["hold_s"] + phases["route_s"] + phases["first_byte_s"] <= phases["total_s"]
+
+
+async def test_only_of_a_stream_is_it_known_when_its_first_token_came(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, {"replica-0": fleet.urls["replica-0"]})
+    replica = fleet.replicas["replica-0"]
+    replica.chunk_gate = asyncio.Semaphore(0)
+    async with fleet.router():
+        streaming = asyncio.create_task(fleet.complete(V1, stream=True))
+        for _ in replica.chunks:  # vLLM says 200 at once, also to what it queues
+            await wait_until(lambda: replica.in_flight == 1)
+            await asyncio.sleep(0.2)
+            replica.chunk_gate.release()
+        await streaming
+        replica.answer = lambda _: b"[" + b"0," * WHOLE_BYTES + b"0]"  # passed on as it comes, and is no stream
+        await fleet.complete(V1)
+        streamed, whole = await fleet.rows(2)
+        assert float(streamed["first_byte_s"]) < 0.15
+        assert 0.2 <= float(streamed["first_token_s"]) < 0.35
+        assert float(streamed["total_s"]) >= 0.6
+        assert "first_token_s" not in whole
+        metrics = (await fleet.get("/metrics")).body.decode()
+        for name in ("first_token", "decode"):
+            assert f'adaptersync_router_{name}_seconds_count{{replica="replica-0"}} 1.0' in metrics
+        (decode,) = [line for line in metrics.splitlines() if line.startswith("adaptersync_router_decode_seconds_sum")]
+        assert 0.4 <= float(decode.rpartition(" ")[2]) < 0.6
 
 
 async def test_a_row_says_which_name_a_relay_was_asked_for(fleet: Fleet) -> None:

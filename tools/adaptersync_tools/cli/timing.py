@@ -36,6 +36,7 @@ READ_S = 600.0  # for a ledger of any length
 PAGE = 500  # stream entries of one read
 CLOCKS_S = 3600.0  # by how much a trainer's wall clock may be wrong, where it says how far back to look
 FEWEST_COLUMNS = 20  # of a bar
+BESIDE_BARS = 48  # columns of everything else in that table, with room for a replica's name
 # what a bar is drawn with, and in which colour
 MARKS = {
     "noticed": ("·", "dim"),
@@ -141,8 +142,10 @@ def bottleneck(run: str, config_path: Path | None, as_json: bool, last: int) -> 
         print_json({"run": run, "verdict": verdict, "figures": figures})
         return
     out = console()
-    style = {"unknown": "bold yellow", "balanced": "bold green"}.get(verdict.limit, "bold red")
-    out.print(Text.assemble((run, "bold"), "  limited by  ", (verdict.limit, style), "  ", verdict.says))
+    style = {"unknown": "bold yellow", "balanced": "bold green"}.get(verdict.limit)
+    what, colon, why = verdict.says.partition(":")
+    limited = ("is limited by ", "") if style is None else ""
+    out.print(Text.assemble((run, "bold"), "  ", limited, (what, style or "bold red"), colon, why))
     for line in verdict.evidence:
         out.print(Text.assemble(("  because  ", "dim"), line))
     for number, line in enumerate(verdict.change):
@@ -225,7 +228,10 @@ def _print_phases(found: Phases) -> None:
     step = "" if version.step is None else f"  step {version.step}"
     out.print(Text.assemble((version.version, "bold"), "  ", state(version.outcome), (step, "dim")))
     out.print()
-    out.print(_waterfall(version, max(FEWEST_COLUMNS, min(out.width, 120) - 62)))
+    out.print(_waterfall(version, max(FEWEST_COLUMNS, min(out.width, 120) - BESIDE_BARS)))
+    parts = [part for phase, mark in MARKS.items() for part in (mark, f" {phase}  ")]
+    out.print(Text.assemble(*parts))
+    out.print()
     if version.replicas:
         out.print(_by_replica(version))
     if found.shares:
@@ -300,8 +306,7 @@ def _waterfall(version: VersionPhases, columns: int) -> Any:
     for span in version.spans:
         if span not in before:
             rows.append(("", span.phase, _ms(span.start_s), _ms(span.seconds), bar([span])))
-    legend = "  ".join(f"{mark} {phase}" for phase, (mark, _) in MARKS.items())
-    return table("Milliseconds from its announcement", ("replica!", "phase!", "from>", "took>", legend), rows)
+    return table("Milliseconds from its announcement", ("replica!", "phase!", "from>", "took>", "!"), rows)
 
 
 def _by_replica(version: VersionPhases) -> Any:
@@ -316,8 +321,9 @@ def _by_replica(version: VersionPhases) -> Any:
                 _ms(each.first_token_s),
             )
         )
-    columns = ("replica!", *(f"{phase}>" for phase in REPLICA), "acked at>", "first token at>")
-    return table("Replicas, milliseconds; the slowest is bold", columns, rows)
+    columns = ("replica!", *(f"{phase}>" for phase in REPLICA), "acked>", "token>")
+    title = "Replicas, milliseconds; acked, and first token, from its announcement; the slowest is bold"
+    return table(title, columns, rows)
 
 
 def _ms(seconds: float | None) -> str:

@@ -35,6 +35,7 @@ from adaptersync_tools.views import duration
 READ_S = 600.0  # for a ledger of any length
 PAGE = 500  # stream entries of one read
 CLOCKS_S = 3600.0  # by how much a trainer's wall clock may be wrong, where it says how far back to look
+NARROW = 90  # columns of a terminal that does not hold all phases of a replica
 FEWEST_COLUMNS = 20  # of a bar
 BESIDE_BARS = 48  # columns of everything else in that table, with room for a replica's name
 # what a bar is drawn with, and in which colour
@@ -233,7 +234,7 @@ def _print_phases(found: Phases) -> None:
     out.print(Text.assemble(*parts))
     out.print()
     if version.replicas:
-        out.print(_by_replica(version))
+        out.print(_by_replica(version, REPLICA if out.width >= NARROW else REPLICA[1:]))
     if found.shares:
         rows = [
             (each.phase, each.count, _ms(each.p50_s), _ms(each.p95_s), f"{each.share:.0%}") for each in found.shares
@@ -309,20 +310,20 @@ def _waterfall(version: VersionPhases, columns: int) -> Any:
     return table("Milliseconds from its announcement", ("replica!", "phase!", "from>", "took>", "!"), rows)
 
 
-def _by_replica(version: VersionPhases) -> Any:
+def _by_replica(version: VersionPhases, phases: Sequence[str]) -> Any:
     rows = []
     for each in version.replicas:
         took = {span.phase: span.seconds for span in each.spans}
         rows.append(
             (
                 Text(each.replica, "bold" if each.replica == version.slowest else ""),
-                *(_ms(took.get(phase)) for phase in REPLICA),
+                *(_ms(took.get(phase)) for phase in phases),
                 _ms(each.acked_s),
                 _ms(each.first_token_s),
             )
         )
-    columns = ("replica!", *(f"{phase}>" for phase in REPLICA), "acked>", "token>")
-    title = "Replicas, milliseconds; acked, and first token, from its announcement; the slowest is bold"
+    columns = ("replica!", *(f"{phase}>" for phase in phases), "acked>", "token>")
+    title = "Replicas; acked and token: from its announcement"
     return table(title, columns, rows)
 
 

@@ -27,8 +27,8 @@ from support.whole_fleet import WholeFleet, whole_fleet
 
 STEPS = 5
 
-Run = Callable[..., Awaitable[None]]
 Ask = Callable[..., Awaitable[Any]]
+Say = Callable[..., Awaitable[str]]
 Make = Callable[..., AbstractAsyncContextManager[WholeFleet]]
 
 
@@ -46,17 +46,28 @@ def make(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mak
 
 
 @pytest.fixture
-def ask(config: Config, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Ask:
-    """A command's document, from the command line."""
+def say(config: Config, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Say:
+    """What a command prints."""
     settings = tmp_path / "settings.toml"
     settings.write_text(
         to_toml({"group.name": config.group.name, "redis.control_url": config.redis.control_url}), encoding="utf-8"
     )
 
-    async def ask(*arguments: str) -> Any:
+    async def say(*arguments: str, fails: int = 0) -> str:
         capfd.readouterr()
-        assert await asyncio.to_thread(main, [*arguments, "--json", "--config", str(settings)]) == 0
-        return orjson.loads(capfd.readouterr().out)
+        assert await asyncio.to_thread(main, [*arguments, "--config", str(settings)]) == fails
+        printed = capfd.readouterr()
+        return printed.err if fails else printed.out
+
+    return say
+
+
+@pytest.fixture
+def ask(say: Say) -> Ask:
+    """A command's document."""
+
+    async def ask(*arguments: str) -> Any:
+        return orjson.loads(await say(*arguments, "--json"))
 
     return ask
 
@@ -77,12 +88,16 @@ async def verdict(ask: Ask) -> tuple[str, Any]:
     return document["verdict"]["limit"], document
 
 
-async def test_a_run_whose_trainer_is_slow(make: Make, ask: Ask) -> None:
+async def test_a_run_whose_trainer_is_slow(make: Make, ask: Ask, say: Say) -> None:
     async with make(latency=Latency(decode_tokens_per_s=400)) as fleet:
         await train(fleet, inflight=8, samples=4, train_s=0.5, queue=8)
         limit, document = await verdict(ask)
         assert limit == "trainer", document
         assert document["figures"]["queued"] > 4  # of 8: samples wait for the trainer
+        told = await say("bottleneck", "run")
+        assert "run  is limited by the trainer: samples are there before it is" in told
+        assert f"  because  {document['verdict']['evidence'][0]}" in told
+        assert f"  first    {document['verdict']['change'][0]}" in told
         assert "more trainer" in document["verdict"]["change"][0]
 
 
@@ -137,7 +152,7 @@ async def test_a_run_that_has_only_begun_is_not_judged(make: Make, ask: Ask) -> 
         assert "1 of the latest versions" in document["verdict"]["evidence"][0]
 
 
-async def test_the_phases_of_a_version_add_up(make: Make, ask: Ask) -> None:
+async def test_the_phases_of_a_version_add_up(make: Make, ask: Ask, say: Say) -> None:
     async with make(latency=Latency(decode_tokens_per_s=400, load_s=0.2)) as fleet:
         await train(fleet, steps=2, inflight=2, samples=2, train_s=0.1, waits=True)
         document = await ask("phases", "run", "2")
@@ -167,6 +182,14 @@ async def test_the_phases_of_a_version_add_up(make: Make, ask: Ask) -> None:
             "hold", "route", "whole answer"
         }  # fmt: skip
         assert document["engines"]
+        told = await say("phases", "run", "v2")
+        for line in (version["version"], "digest", "replica-0", "replica-1", "committed", "whole answer"):
+            assert line in told
+        assert "█" in told  # loading has its place in the bars
+        told = await say("phases", "nobody", fails=64)
+        assert told == "adaptersync: error: no such run, or nothing was published (run=nobody); known runs: run\n"
+        told = await say("phases", "run", "77", fails=64)
+        assert "no such version (run=run version=77)" in told
 
 
 async def test_a_stream_tells_first_token_and_decoding_apart(make: Make, ask: Ask) -> None:

@@ -129,9 +129,9 @@ async def test_s13_nobody_looks_at_the_store_before_a_version_is_announced(mount
     announce, may = trainer._announce, asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    async def late(publication) -> None:  # type: ignore[no-untyped-def]
+    async def late(publication, since) -> None:  # type: ignore[no-untyped-def]
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(may.wait(), loop))
-        await announce(publication)
+        await announce(publication, since)
 
     trainer._announce = late  # type: ignore[method-assign]
     publishing = asyncio.create_task(fleet.publish(trainer))

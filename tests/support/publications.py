@@ -79,7 +79,9 @@ class FakePublisher:
         self, directory: Path, *, step: int, timings: Mapping[str, float], load: Mapping[str, float], remove: bool
     ) -> FakePublication:
         files = {path.name: path.read_bytes() for path in directory.iterdir()}
-        self.published.append(SimpleNamespace(step=step, timings=dict(timings), load=dict(load), files=files, directory=directory))
+        self.published.append(
+            SimpleNamespace(step=step, timings=dict(timings), load=dict(load), files=files, directory=directory)
+        )
         submission = self.announce(step)
         submission.timings = dict(timings)
         submission.digest = adapter_in(directory).digest

@@ -404,7 +404,10 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         return t0, at_barrier, at_saved
 
     def _save_adapter(self) -> tuple[Path, dict[str, float]]:
-        """Into a directory of its own, and how long that took. On every process: a sharded parameter is put together by all of them."""
+        """Into a directory of its own, and how long that took.
+
+        On every process: a sharded parameter is put together by all of them.
+        """
         self._saves += 1
         directory = self._outgoing / str(self._saves)
         model = Saving(self.accelerator.unwrap_model(self.model))
@@ -424,7 +427,9 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
             self._resumed = None
         step = self.state.global_step
         timings = self._figures.timings(step) | timings
-        submission = self._publisher.submit(directory, step=step, timings=timings, load=self._figures.load(), remove=True)
+        submission = self._publisher.submit(
+            directory, step=step, timings=timings, load=self._figures.load(), remove=True
+        )
         self.model_version += 1
         self._pace.submitted(self.model_version, submission)
         self._doom()

@@ -64,6 +64,7 @@ class StubWorker:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue()
         self.metrics_queue: queue.Queue[Any] = queue.Queue()
         self.versions: list[int] = []
+        self.oldest: list[int] = []
         self.started_with: int | None = None
         self._batch = batch
         self._batches = batches
@@ -75,6 +76,9 @@ class StubWorker:
 
     def check_health(self, stale_after_s: float) -> None:
         raise AssertionError("the trainer ran out of samples")
+
+    def update_oldest_useful(self, version: int) -> None:
+        self.oldest.append(version)
 
     def update_model_version(self, model_version: int) -> None:
         if self.versions and self.versions[-1] == model_version:

@@ -290,7 +290,8 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
     `args.max_staleness` is also how many promotions back the fleet keeps versions of this run, and
     `args.vllm_server_base_url`, where it is left at TRL's default, becomes `[trainer] router_url`.
 
-    A `rollout_worker` of your own must ask for `{run}@v{n}`, with the n that `update_model_version` tells it.
+    A `rollout_worker` of your own must ask for `{run}@v{n}`, with the n that `update_model_version` tells it, and tag
+    samples with it. If it has an `update_oldest_useful(n)`, it is told below which n samples will be dropped.
     """
 
     def __init__(
@@ -386,8 +387,8 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
                 self.rollout_worker.update_model_version(seq)
 
     def _doom(self) -> None:
-        """Let the rollout worker give up what would be dropped."""
-        if isinstance(self.rollout_worker, RolloutWorker):
+        """Let the rollout worker give up what would be dropped, if it can."""
+        if hasattr(self.rollout_worker, "update_oldest_useful"):
             self.rollout_worker.update_oldest_useful(self._pace.oldest_useful)
 
     def _sync_weight(self) -> None:

@@ -319,6 +319,7 @@ def test_the_trainers_clock_is_what_was_published_and_the_workers_what_was_promo
     assert worker.started_with == 1  # nothing is generated before a version is promoted
     assert trainer.model_version == 4
     assert worker.versions == [1, 2, 3, 4]  # the last one by the wait at the end of training
+    assert worker.oldest == [1, 1, 1, 1, 1, 1, 2, 2]  # in each sync before a promotion is waited for, and after
     assert (trainer.counts.published, trainer.counts.promoted) == (4, 4)
     assert publisher.closed
     assert [published.step for published in publisher.published] == [0, 1, 2, 3]

@@ -128,7 +128,7 @@ class RouterSection(Section, frozen=True, kw_only=True):
     workers: int = 1
     """Processes that share this port; limits below hold for each. One serves some thousand requests a second."""
     hold_s: float = 30.0
-    """How long to hold a request for a version that is about to be promoted."""
+    """How long after its arrival a request may be held, for a version that is about to be promoted or was lost."""
     held_requests: int = 4096
     """How many requests may be held at once. 0: none are."""
     body_bytes: int = 16 << 20
@@ -143,7 +143,7 @@ class RouterSection(Section, frozen=True, kw_only=True):
     as the hard one."""
     connect_timeout_s: float = 5.0
     request_timeout_s: float = 600.0
-    """From sending a request to a replica to its last byte."""
+    """From a request's arrival to the last byte of its answer, however long it is held and whoever is asked."""
     max_inflight: int = 4096
     """Requests in flight in this router; more are answered 503."""
     inflight_bytes: int = 1 << 30

@@ -146,7 +146,6 @@ async def _serving(
     opened.callback(reader.close)
     connections = Connections(
         connect_timeout_s=settings.connect_timeout_s,
-        request_timeout_s=settings.request_timeout_s,
         most=settings.max_inflight,
     )
     opened.push_async_callback(connections.close)
@@ -157,7 +156,7 @@ async def _serving(
         view,
         Fates(registry),
         base_model=config.group.base_model,
-        hold_s=settings.hold_s,
+        hold_s=min(settings.hold_s, settings.request_timeout_s),
         held_requests=settings.held_requests,
     )
     ownership = Ownership(

@@ -146,7 +146,7 @@ class Proxy:
             name = asked.model
             if self._sessions is not None and call.session and generates:
                 kept, name = await self._continued(call, name, self._sessions)
-            target = await self._admission.admit(name, gate=call.gate)
+            target = await self._admission.admit(name, since=call.started, gate=call.gate)
             if call.explanation is not None:
                 base = self._admission.base_model
                 call.explanation.why = why(asked.model, base_model=base, session=name != asked.model)
@@ -203,7 +203,7 @@ class Proxy:
     ) -> Reply | None:
         """Try replicas until one answers, or nobody is left."""
         sent = request_headers(request, call.row.request_id.encode())
-        course = Course(self._view, self._outages, target.model, hold_s=self._settings.hold_s)
+        course = Course(self._view, self._outages, target.model, until=call.started + self._settings.hold_s)
         call.row.alike = chains.alike
         while True:
             now = time.monotonic()
@@ -219,7 +219,7 @@ class Proxy:
             if not leg.candidates:
                 reason = "version is not loaded by any replica that should hold it"
                 try:
-                    await self._admission.wait(call.row.asked, reason, leg.deadline)
+                    await self._admission.wait(call.row.asked, reason, call.started)
                 finally:
                     call.held(now)
                 continue
@@ -309,6 +309,7 @@ class Proxy:
         if call.recorded:
             self._record(call)
         sent_at = time.monotonic()
+        left_s = self._settings.request_timeout_s - (sent_at - call.started)  # of all that it may take
         attempt = self._attempts.at(replica, member.engine_epoch)
 
         def connected(answer: Answer) -> None:
@@ -317,7 +318,7 @@ class Proxy:
 
         try:
             with attempt:
-                with await self._connections.post(member.url, request.target, sent, body, connected) as answer:
+                with await self._connections.post(member.url, request.target, sent, body, left_s, connected) as answer:
                     call.row.first_byte_s = time.monotonic() - sent_at
                     call.row.status = answer.status
                     if answer.status in FAILED or answer.status == 429:
@@ -354,7 +355,9 @@ class Proxy:
             ) from error
         except ReplicaError as error:
             away = isinstance(error, ConnectFailed | Gone)
-            if not attempt.lost:
+            # who had little of the request's time, after others, is not at fault that it is over
+            hurried = isinstance(error, TimedOut) and left_s < self._settings.request_timeout_s / 2
+            if not attempt.lost and not hurried:
                 self._outages.failed(replica, member.engine_epoch, time.monotonic(), _said(error), away=away)
             if request.begun:
                 # not ended, so the client's connection is cut: it must not take what it has for all of it

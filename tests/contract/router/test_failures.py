@@ -129,6 +129,36 @@ async def test_a_replica_that_never_answers_is_given_up(fleet: Fleet) -> None:
         await wait_until(lambda: sum(replica.aborted for replica in fleet.replicas.values()) == 1)
 
 
+async def test_a_request_has_one_deadline_however_long_it_is_held_and_whoever_is_asked(fleet: Fleet) -> None:
+    """Held for a part of it, at one replica for another: the last one has what is left, and is not blamed."""
+    await fleet.tables.write({V1: "staging"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.gate.clear()
+    async with fleet.router(request_timeout_s=3.0):
+        asking = [asyncio.create_task(fleet.complete("run-a", LONG)) for _ in range(3)]
+        await asyncio.sleep(1.0)
+        await fleet.table({V1: "current"})
+        await wait_until(lambda: sum(replica.in_flight for replica in fleet.replicas.values()) == 3)
+        first, last = sorted(fleet.replicas.values(), key=lambda replica: -replica.in_flight)
+        assert first.in_flight == 3
+        await asyncio.sleep(1.0)
+        silent = {"state": "ejected", "reason": "silent: no heartbeat for 3.1 s", "silent": True}
+        await fleet.table({V1: "current"}, members={first.name: silent})
+        answers = await asyncio.gather(*asking)
+        assert [answer.status for answer in answers] == [504] * 3
+        rows = await fleet.rows(3)
+        assert [(row["attempts"], row["replica"]) for row in rows] == [("2", last.name)] * 3
+        assert all(3.0 <= float(row["total_s"]) < 3.9 for row in rows)  # each anew, it would be 4 s and 5 s
+        assert (await fleet.get("/health")).json["replicas"][last.name]["circuit"] == "closed"
+
+
+async def test_a_request_is_held_no_longer_than_it_may_last(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "staging"}, fleet.urls)
+    async with fleet.router(request_timeout_s=0.3, hold_s=50.0):
+        answer = await asyncio.wait_for(fleet.complete("run-a"), 10)
+        assert (answer.status, "did not become so in time" in answer.message) == (503, True)
+
+
 @pytest.mark.parametrize(
     "said", [b"who is there?\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{}", b"HTTP/1.1 200 OK\r\n"]
 )

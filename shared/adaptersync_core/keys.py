@@ -114,7 +114,7 @@ SPECS = (
         type="hash",
         server="cache",
         writer="router, agent",
-        bound="router.blocks_per_version",
+        bound="group.blocks_per_version",
         ttl_s=OWNERSHIP_TTL_S,
     ),
     KeySpec(

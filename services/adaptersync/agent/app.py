@@ -59,8 +59,8 @@ async def _stand_beside(config: Config, mount: Reader | None = None) -> None:
             ownership,
             keys,
             replica=config.agent.name,
-            depth=config.router.blocks_per_request,
-            limit=config.router.blocks_per_version,
+            depth=config.group.blocks_per_request,
+            limit=config.group.blocks_per_version,
         )
         agent = Agent(config, Registry(client, keys), vllm, lane, mount, follower if follows else None)
         try:
@@ -71,7 +71,7 @@ async def _stand_beside(config: Config, mount: Reader | None = None) -> None:
                     )
                 )
                 tasks.create_task(agent.observe())
-                if config.router.policy == "expected":
+                if config.group.policy == "expected":
                     tasks.create_task(tell_rate(vllm, ownership, keys, replica=config.agent.name))
                 if follows:
                     tasks.create_task(follower.run())

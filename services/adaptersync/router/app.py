@@ -163,9 +163,9 @@ async def _serving(
         cache,
         keys,
         router=name,
-        policy=settings.policy,
+        policy=config.group.policy,
         spill=settings.spill,
-        blocks_per_version=settings.blocks_per_version,
+        blocks_per_version=config.group.blocks_per_version,
     )
     sessions = Sessions(cache, keys, keep_s=settings.session_s) if settings.session_s > 0 else None
     attempts, outages, metrics = Attempts(), Outages(), Metrics(shares.get(worker))
@@ -183,7 +183,7 @@ async def _serving(
         settings=settings,
         connections=connections,
         view=view,
-        memory=Memory(reader, blocks=settings.blocks_per_request),
+        memory=Memory(reader, blocks=config.group.blocks_per_request),
         admission=admission,
         ownership=ownership,
         sessions=sessions,

@@ -40,8 +40,8 @@ class Ownership:
         self._pipe = pipe
         self._keys = keys
         self._router = router
-        self._policy: Policy = policy
-        self._spill = spill
+        self.policy: Policy = policy
+        self.spill = spill
         self._blocks_per_version = blocks_per_version
         self._scripts = {name: Script(name) for name in ("route", "release", "count")}
         self._ended: Counter[str] = Counter()
@@ -80,7 +80,7 @@ class Ownership:
                 version,
                 hashes,
                 candidates,
-                self._policy if promising else "threshold",
+                self.policy if promising else "threshold",
                 turn,
                 weight,
                 alike,
@@ -196,7 +196,7 @@ class Ownership:
         arguments: tuple[str | int, ...] = (
             self._router,
             policy,
-            self._spill,
+            self.spill,
             turn,
             self._blocks_per_version,
             OWNERSHIP_TTL_S,
@@ -208,7 +208,7 @@ class Ownership:
             alike,
             kept,
             "1" if explained else "",
-            block_tokens(hashes, block_size) if self._policy == "expected" else 0,
+            block_tokens(hashes, block_size) if self.policy == "expected" else 0,
             "1" if whole else "",
             len(candidates),
             *candidates,
@@ -224,7 +224,7 @@ class Ownership:
             Standing(replica=name, owned=int(place == home), inflight=self.inflight[name])
             for place, name in enumerate(candidates)
         ]
-        choice = choose(standings, policy=self._policy, spill=self._spill, turn=turn, kept=kept)
+        choice = choose(standings, policy=self.policy, spill=self.spill, turn=turn, kept=kept)
         return Choice(
             replica=choice.replica,
             outcome="local",

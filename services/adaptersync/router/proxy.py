@@ -138,7 +138,7 @@ class Proxy:
         asked = self._read(body)
         call.row.asked = (asked.model or "")[:LABEL]
         if call.explained:
-            call.explanation = Explanation(policy=self._settings.policy, spill=self._settings.spill)
+            call.explanation = Explanation(policy=self._ownership.policy, spill=self._ownership.spill)
         if generates:
             check(asked, chat=request.path == CHAT, scoring=self._settings.prompt_logprobs)
         kept = NO_SESSION

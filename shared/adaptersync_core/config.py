@@ -140,7 +140,8 @@ class RouterSection(Section, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8080
     workers: int = 1
-    """Processes that share this port; limits below hold for each. One serves some thousand requests a second."""
+    """Processes that share this port, which no other router can; limits below hold for each. One serves some thousand
+    requests a second."""
     hold_s: float = 30.0
     """How long after its arrival a request may be held, for a version that is about to be promoted or was lost."""
     held_requests: int = 4096

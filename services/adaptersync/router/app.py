@@ -62,11 +62,11 @@ def run_router(config: Config) -> None:
     """Serve until SIGTERM or SIGINT, then let requests in flight end and the ledger be written; it outlives a kill."""
     settings = config.router
     allow(settings.connections)
-    with reserved(settings.host, settings.port) as port:
-        config = replace(config, router=replace(settings, port=port))
+    with reserved(settings.host, settings.port) as ours:
+        config = replace(config, router=replace(settings, port=ours.port))
         # once for all workers, and for those that take the place of one
         tokenizer = asyncio.run(load(settings.tokenizer)) if settings.tokenizer else None
-        run(lambda shares, worker: _run(config, tokenizer, shares, worker), settings.workers)
+        run(lambda shares, worker: _run(config, tokenizer, shares, worker), settings.workers, ours.held)
 
 
 async def _run(config: Config, tokenizer: Tokenizer | None, shares: Shares, worker: int) -> None:

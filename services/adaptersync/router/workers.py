@@ -2,7 +2,8 @@
 
 They are forked before anything runs, so that they share memory in which each leaves its figures; whoever dies is
 replaced, and what it had counted is counted on. All that they decide together, they decide in Redis, as routers on
-other hosts do. With one worker there is one process.
+other hosts do. With one worker there is one process. Two routers do not share a port, be they of one group or not:
+clients would get now this one, now that one.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import uvloop
 
@@ -90,8 +91,11 @@ def _checksum(number: int, data: bytes) -> int:
 Work = Callable[[Shares, int], Coroutine[Any, Any, None]]
 
 
-def run(work: Work, workers: int) -> None:
-    """Run `work` in so many processes until SIGTERM or SIGINT, or until too many have died: SystemExit."""
+def run(work: Work, workers: int, parents: Sequence[socket.socket] = ()) -> None:
+    """Run `work` in so many processes until SIGTERM or SIGINT, or until too many have died: SystemExit.
+
+    `parents` are sockets that several workers do not keep: what they hold is free again when their parent has died.
+    """
     shares = Shares(workers)
     # what is there by now stays, so forks share it, and the collector has nothing to find in it; requests make many
     # objects and no circles, and looking for some after each 700 took a tenth of the router's time
@@ -100,15 +104,16 @@ def run(work: Work, workers: int) -> None:
     if workers == 1:
         uvloop.run(work(shares, 0))
     else:
-        _Workers(work, shares).run()
+        _Workers(work, shares, parents).run()
 
 
 class _Workers:
     """The parent: it does nothing but to start and to wait."""
 
-    def __init__(self, work: Work, shares: Shares) -> None:
+    def __init__(self, work: Work, shares: Shares, parents: Sequence[socket.socket]) -> None:
         self._work = work
         self._shares = shares
+        self._parents = parents
         self._running: dict[int, int] = {}  # process id: which worker
         self._deaths: deque[float] = deque(maxlen=DEATHS)
         self._stopping = False
@@ -173,6 +178,8 @@ class _Workers:
                 # whoever loses its parent ends as if it had been asked to
                 ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            for held in self._parents:
+                held.close()
             if os.getppid() == parent:
                 uvloop.run(self._work(self._shares, worker))
             code = 0
@@ -187,19 +194,37 @@ class _Workers:
             os._exit(code)
 
 
+class Reserved(NamedTuple):
+    """A port that workers can share; it is theirs alone while `held` are open."""
+
+    port: int
+    held: tuple[socket.socket, ...]
+
+
 @contextlib.contextmanager
-def reserved(host: str, port: int) -> Iterator[int]:
-    """The port that workers can share: the one given, or, for 0, one that is free and stays so meanwhile."""
+def reserved(host: str, port: int) -> Iterator[Reserved]:
+    """The port given, or, for 0, one that is free. ConfigError when somebody has it, or another router wants it."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         held = socket.socket(family, kind)
     except OSError as error:
         raise ConfigError(f"cannot listen: {error.strerror}", key="router.host", value=host) from error
-    with held:
+    with held, socket.socket(socket.AF_UNIX) as claim:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
-            held.bind(address)
+            held.bind(address)  # not yet to be shared: whoever listens there refuses it
         except OSError as error:
             raise ConfigError(f"cannot listen: {error.strerror}", key="router.port", value=port) from error
-        yield held.getsockname()[1]
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        where, port = held.getsockname()[:2]
+        if sys.platform == "linux":  # a router that has begun may not listen yet; a name without a file ends with it
+            try:
+                claim.bind(f"\0adaptersync-router {where} {port}")
+            except OSError as error:
+                raise ConfigError(
+                    "cannot listen: another router of this host has the port, or has not ended yet",
+                    next_step="give each a port of its own; processes that share one are router.workers",
+                    key="router.port",
+                    value=port,
+                ) from error
+        yield Reserved(port, (held, claim))

@@ -207,13 +207,31 @@ def test_a_share_has_its_bounds(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_port_is_reserved_for_workers_and_stays_theirs() -> None:
-    with reserved("127.0.0.1", 0) as port:
+    with reserved("127.0.0.1", 0) as (port, _):
         assert port
         with socket.socket() as worker, socket.socket() as stranger:
             worker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             worker.bind(("127.0.0.1", port))
             with pytest.raises(OSError, match="in use"):
                 stranger.bind(("127.0.0.1", port))
+
+
+def test_a_port_is_no_other_routers_before_and_while_somebody_listens() -> None:
+    with reserved("127.0.0.1", 0) as ours:
+        complaint = "another router of this host has the port"
+        with pytest.raises(ConfigError, match=complaint) as raised, reserved("127.0.0.1", ours.port):
+            pass
+        assert raised.value.ids == {"key": "router.port", "value": ours.port}
+        with socket.socket() as worker:
+            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+                worker.setsockopt(socket.SOL_SOCKET, option, 1)
+            worker.bind(("127.0.0.1", ours.port))
+            worker.listen()
+            for host in ("127.0.0.1", "0.0.0.0"):  # noqa: S104
+                with pytest.raises(ConfigError, match="in use"), reserved(host, ours.port):
+                    pass
+    with reserved("127.0.0.1", ours.port) as again:
+        assert again.port == ours.port
 
 
 def test_a_port_that_is_taken_is_an_error_of_ours() -> None:

@@ -8,6 +8,7 @@ here knows how names are resolved or owners found.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import secrets
 import time
@@ -27,6 +28,7 @@ from adaptersync.router.connection import Answer, ConnectFailed, Gone, NoRoom, R
 from adaptersync.router.connections import Connections
 from adaptersync.router.course import Course, Elsewhere, Leg
 from adaptersync.router.explanation import Explanation, why
+from adaptersync.router.faults import NOTHING, fault, unanswered
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
@@ -44,7 +46,6 @@ from adaptersync_core.errors import Unroutable
 from adaptersync_core.rollouts import LABEL, OPEN
 
 WHOLE_BYTES = 256 << 10  # answers up to this size, where known, are read before the first byte is passed on
-FAILED = frozenset({500, 502, 503, 504})  # statuses another replica may do better than
 CLIENT_GONE = 499
 CHAT = "/v1/chat/completions"
 
@@ -321,23 +322,33 @@ class Proxy:
                 with await self._connections.post(member.url, request.target, sent, body, left_s, connected) as answer:
                     call.row.first_byte_s = time.monotonic() - sent_at
                     call.row.status = answer.status
-                    if answer.status in FAILED or answer.status == 429:
-                        wait_s = max(wait_s, self._judge(answer, replica, member.engine_epoch, last=last))
-                    if answer.status == 200 and (answer.length is None or answer.length > WHOLE_BYTES):
-                        await self._stream(request, call, attempt, answer)
+                    reason = "" if answer.status == 200 else fault(answer.status)
+                    if reason or answer.status == 429:
+                        wait_s = max(wait_s, self._judge(answer, reason, replica, member.engine_epoch, last=last))
+                    if (
+                        answer.status == 200
+                        and (answer.length is None or answer.length > WHOLE_BYTES)
+                        and await self._stream(request, call, attempt, answer)
+                    ):
                         self._outages.answered(replica)
                         return None
-                    whole = await answer.read(WHOLE_BYTES)
+                    whole = await (_as_far_as_it_comes(answer) if reason else answer.read(WHOLE_BYTES))
                 if answer.status == 404 and target.run and target.model.encode() in whole:
                     self._outages.lacking.found(replica, target.model, member.engine_epoch)
                     self._view.nudge()  # whoever reports does so at once
                     self._metrics.count("missing_version", replica)
                     raise Elsewhere("missing_version", "replica does not know the version")
-                if answer.status not in FAILED and answer.status != 429:
+                if answer.status == 200 and not whole:
+                    reason = NOTHING
+                    self._failed(replica, member.engine_epoch, "empty", reason, last=last)
+                if answer.status in (429, 503):
+                    wait_s = max(wait_s, RETRY_S)  # coming back helps, whether or not the replica says so
+                elif not reason:
                     self._outages.answered(replica)
                     wait_s = 0.0
-                elif answer.status in (429, 503):
-                    wait_s = max(wait_s, RETRY_S)  # coming back helps, whether or not the replica says so
+                if reason:
+                    call.row.outcome = "upstream_error"
+                    raise unanswered(call.row, reason, whole, wait_s)
                 call.answered(whole[-TAIL_BYTES:])
                 self._look_for_void(call)
                 pairs = answer_headers(answer, call.headers())
@@ -374,7 +385,7 @@ class Proxy:
             kind, what = ("cut", "did not answer to the end") if asked else ("unreachable", "cannot be reached")
             raise Elsewhere(kind, f"replica {what}: {_said(error)}") from error
 
-    def _judge(self, answer: Answer, replica: str, engine_epoch: str, *, last: bool) -> float:
+    def _judge(self, answer: Answer, reason: str, replica: str, engine_epoch: str, *, last: bool) -> float:
         """What to make of an answer that another replica may do better than; how long it asks to be left alone.
 
         One that has too much to do has not failed.
@@ -384,18 +395,23 @@ class Proxy:
             if not last:
                 raise Elsewhere("full", f"replica is full: {answer.status}", wait_s=wait_s)
             return wait_s
-        reason = f"replica answered {answer.status}"
-        self._outages.failed(replica, engine_epoch, time.monotonic(), reason)
-        if not last:
-            raise Elsewhere(f"status_{answer.status}", reason)
+        self._failed(replica, engine_epoch, f"status_{answer.status}", reason, last=last)
         return wait_s
 
-    async def _stream(self, request: Request, call: Call, attempt: Attempt, answer: Answer) -> None:
-        """Pass chunks on as they come; only the tail is remembered, for the token counts.
+    def _failed(self, replica: str, engine_epoch: str, kind: str, reason: str, *, last: bool) -> None:
+        """It did not answer, whatever it said."""
+        self._outages.failed(replica, engine_epoch, time.monotonic(), reason)
+        if not last:
+            raise Elsewhere(kind, reason)
+
+    async def _stream(self, request: Request, call: Call, attempt: Attempt, answer: Answer) -> bool:
+        """Pass chunks on as they come; only the tail is remembered, for the token counts. False when there are none.
 
         A replica that queues a stream has said 200: the client is told nothing before there is something of it.
         """
         chunk = await answer.piece()
+        if not chunk:
+            return False
         self._look_for_void(call)
         tail = b""
         request.begin(answer.status, answer_headers(answer, call.headers()), answer.length)
@@ -406,6 +422,7 @@ class Proxy:
             chunk = await answer.piece()
         request.end()
         call.answered(tail)
+        return True
 
     def _record(self, call: Call) -> None:
         """Open the row, or have it name another replica; whether the ledger has room decides if we serve."""
@@ -458,6 +475,13 @@ def _rename(body: bytes, model: str) -> bytes:
         raise Unroutable(f"request body is not what it should be: {error}", status=400) from error
     fields["model"] = Raw(msgspec.json.encode(model))
     return msgspec.json.encode(fields)
+
+
+async def _as_far_as_it_comes(answer: Answer) -> bytes:
+    """The body of an answer that is none; it is not asked for the whole of it."""
+    with contextlib.suppress(ReplicaError):
+        return await answer.read(WHOLE_BYTES)
+    return b""
 
 
 def _said(error: BaseException) -> str:

@@ -98,6 +98,13 @@ class Request:
     def ended(self) -> bool:
         return self._state == "ended"
 
+    def promise(self) -> None:
+        """Tell the client that there will be an answer, or more of it, where its HTTP has a word for that."""
+        if not self.begun and not self._old:
+            self._client.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif self._state == "begun" and self._chunked:
+            self._client.send(b"0")  # with which the next chunk's length may begin
+
     def begin(self, status: int, headers: Sequence[Pair], length: int | None) -> None:
         """Send the head of an answer; without a `length` the client learns of its end as HTTP has it."""
         more: list[Pair] = []

@@ -259,10 +259,11 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except HttpParserUpgrade as offer:
-            closes = any(b"close" in value.lower() for name, value in self._headers if name == b"connection")
+            said = (value.split(b",") for name, value in self._headers if name == b"connection")
+            others = [option for options in said for option in options if option.strip().lower() not in OFFER]
             kept = [pair for pair in self._headers if pair[0] not in OFFER]
-            if closes:
-                kept.append((b"connection", b"close"))
+            if others:
+                kept.append((b"connection", b",".join(others)))
             first = b"%b %b HTTP/%b" % (self._parser.get_method(), self._target, b"1.0" if self._old else b"1.1")
             self._clear()
             self._parser = HttpRequestParser(self)

@@ -18,6 +18,7 @@ from adaptersync_core.events import Event
 from adaptersync_core.keys import ROUTER_MARGIN_S, ROUTER_SERVES_S
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.proof import Proof
+from adaptersync_core.ranks import Ranks
 from adaptersync_core.table import Table
 
 RecordT = TypeVar("RecordT", bound=Struct)
@@ -42,7 +43,10 @@ class CacheReport(Struct, frozen=True, kw_only=True):
 
 
 class ReplicaReport(Struct, frozen=True, kw_only=True):
-    """What an agent observes of its engine. `loaded` are the adapter ids the engine lists from our directory."""
+    """What an agent observes of its engine. `loaded` are the adapter ids the engine lists from our directory.
+
+    `ranks` are the engines behind its address, each with a cache of its own.
+    """
 
     url: str
     base_model: str
@@ -52,6 +56,7 @@ class ReplicaReport(Struct, frozen=True, kw_only=True):
     max_lora_rank: int
     block_size: int
     loaded: tuple[str, ...] = ()
+    ranks: Ranks = 1
     draining: bool = False
     engine: str = ""
     host: str = ""

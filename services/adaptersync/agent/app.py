@@ -24,6 +24,7 @@ from adaptersync_core.keys import Keys
 from adaptersync_core.lane import ANSWER_S, FastLane
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.manifest import Manifest
+from adaptersync_core.ranks import told_apart
 from adaptersync_core.records import Ack, CacheReport, Fault, ReplicaReport
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
@@ -144,13 +145,14 @@ class Agent:
             max_lora_rank=facts.max_lora_rank,
             block_size=facts.block_size,
             loaded=tuple(self._loaded),
+            ranks=told_apart(facts.engines),
             draining=draining,
             engine=f"vllm {facts.version}",
             host=socket.gethostname(),
             cache=self._follower.report() if self._follower else CacheReport(why="agent.kv_events is off"),
         )
         if self._follower:
-            self._follower.see(self._engine.epoch, facts.base_model)
+            self._follower.see(self._engine.epoch, facts.base_model, report.ranks)
         await self._registry.report_replica(self._settings.name, report)
         if before != self._engine.epoch:
             self._refused.clear()  # another life, another chance

@@ -86,7 +86,7 @@ class Call:
         longer prompt, and what engines said of their caches.
         """
         row, hashes, tokens = self.row, chains.first, chains.tokens
-        row.replica, row.routing, row.owned_blocks = choice.replica, choice.outcome, choice.owned
+        row.replica, row.rank, row.routing, row.owned_blocks = choice.replica, None, choice.outcome, choice.owned
         row.weight, row.blocks, row.boilerplate = choice.weight, len(hashes), choice.boilerplate
         if hashes:
             row.chain, row.block_size = hashes[-1], block_size

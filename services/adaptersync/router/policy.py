@@ -46,8 +46,8 @@ class Block(Struct, frozen=True, kw_only=True):
 
 
 class Standing(Struct, frozen=True, kw_only=True):
-    """One candidate: how many blocks beyond the boilerplate it owns, its sequences in flight from all routers, and how
-    many more of prompts that went there are expected.
+    """One candidate, a replica or one rank of it: how many blocks beyond the boilerplate it owns, its sequences in
+    flight from all routers, and how many more of prompts that went there are expected.
 
     By `queues.py`: how long this one would wait there until its prefill begins, how long that would take, and for how
     long of it what another candidate owns would be computed.

@@ -38,11 +38,12 @@ from adaptersync.router.resolve import RETRY_S, Target, Wanted, parse
 from adaptersync.router.sessions import NONE as NO_SESSION
 from adaptersync.router.sessions import Kept, Sessions, session_name, still
 from adaptersync.router.table import TableView
-from adaptersync.router.upstream import answer_headers, request_headers, retry_after, with_retry_after
+from adaptersync.router.upstream import answer_headers, request_headers, retry_after, to_rank, with_retry_after
 from adaptersync.router.usage import TAIL_BYTES
 from adaptersync_core import headers
 from adaptersync_core.config import RouterSection
 from adaptersync_core.errors import Unroutable
+from adaptersync_core.ranks import split
 from adaptersync_core.rollouts import LABEL, OPEN
 
 WHOLE_BYTES = 256 << 10  # answers up to this size, where known, are read before the first byte is passed on
@@ -249,10 +250,11 @@ class Proxy:
     ) -> Reply | None:
         """Choose one of the leg's candidates and send it there; Elsewhere."""
         began, hashes = time.monotonic(), chains.first
+        ranked = self._view.ranked  # by the table that the candidates are of, whatever has come when one is chosen
         choice = await self._ownership.choose(
             target.model,
             hashes,
-            leg.candidates,
+            self._view.ranks(leg.candidates) if ranked else leg.candidates,
             int(hashes[-1][:7], 16) if hashes else self._count,
             chains.weight,
             chains.alike,
@@ -268,12 +270,16 @@ class Proxy:
             if chains.others:
                 await self._ownership.note(target.model, chains.others, choice, block_size=self._view.block_size)
             call.routed(choice, chains, self._view.block_size, time.monotonic() - began)
+            if ranked:
+                call.row.replica, call.row.rank = split(choice.replica)
+                sent = to_rank(sent, call.row.rank)
+            replica = call.row.replica
             if call.row.session and self._sessions is not None:
                 # a turn that finds out whether a replica is back does not take its session along
                 home = kept.replica if leg.trial and kept.replica else choice.replica
                 self._sessions.keep(call.row.session, Kept(target.model, home))
-            self._metrics.count("routed", choice.outcome, choice.replica)
-            return await self._send(request, call, target, choice.replica, body, sent, last=leg.last, wait_s=wait_s)
+            self._metrics.count("routed", choice.outcome, replica)
+            return await self._send(request, call, target, replica, body, sent, last=leg.last, wait_s=wait_s)
         finally:
             self._ownership.release(choice)
 
@@ -304,7 +310,7 @@ class Proxy:
         `wait_s` is how long others asked to be left alone.
         """
         member = self._view.table.members.get(replica)
-        if member is None or member.state != "ready":
+        if member is None or member.state != "ready" or (call.row.rank or 0) >= member.ranks:
             raise Elsewhere("gone", "replica left while it was chosen")
         call.row.engine_epoch = member.engine_epoch
         if call.recorded:

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from adaptersync.router.connection import Answer
 from adaptersync.router.request import Pair, Request
-from adaptersync_core.headers import EXPLAIN, GATE, REPLICA, REQUEST_ID, SUBSTITUTED, VERSION, VOIDED
+from adaptersync_core.headers import EXPLAIN, GATE, RANK, REPLICA, REQUEST_ID, SUBSTITUTED, VERSION, VOIDED
 
 RETRY_MOST_S = 60.0  # no client is told to stay away for longer, whatever a replica says
 
@@ -26,18 +26,27 @@ _HOP = (
 # written anew with each request and answer. Answers are read, for their tokens and for what a replica lacks: not packed
 _WRITTEN = (b"host", b"content-length", b"expect", b"accept-encoding")
 _PLAIN = (b"keep-alive", b"close")  # what `connection` says, as a rule
-_NOT_SENT = frozenset((*_HOP, *_WRITTEN, GATE.encode(), SUBSTITUTED.encode(), EXPLAIN.encode()))
+_NOT_SENT = frozenset((*_HOP, *_WRITTEN, GATE.encode(), SUBSTITUTED.encode(), EXPLAIN.encode(), RANK.encode()))
+_RANK = RANK.encode()
 _NOT_ANSWERED = frozenset(
     (*_HOP, b"content-length", *(name.encode() for name in (REQUEST_ID, VERSION, REPLICA, VOIDED, EXPLAIN)))
 )
 
 
 def request_headers(request: Request, request_id: bytes) -> list[Pair]:
-    """What a replica is sent of a client's headers; its own request id, if it has one, stays."""
+    """What a replica is sent of a client's headers; its own request id, if it has one, stays.
+
+    Not the rank that a client wants: which one answers is decided here.
+    """
     sent = _passed_on(request.headers, _NOT_SENT)
     if not any(name == b"x-request-id" and value.strip() for name, value in sent):
         sent.append((b"x-request-id", request_id))
     return sent
+
+
+def to_rank(sent: Sequence[Pair], rank: int | None) -> Sequence[Pair]:
+    """The same for one rank of a replica that has several."""
+    return sent if rank is None else [*sent, (_RANK, b"%d" % rank)]
 
 
 def answer_headers(answer: Answer, ours: Sequence[Pair]) -> list[Pair]:

@@ -13,7 +13,7 @@ import hmac
 import secrets
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 
 import msgspec
 from msgspec import Raw
@@ -94,13 +94,13 @@ class Proxy:
         self.stopping = False
         self.serving: Counter[str] = Counter()
 
-    async def rollout(self, request: Request) -> Reply | None:
+    def rollout(self, request: Request) -> Awaitable[Reply | None]:
         """POST /v1/completions and /v1/chat/completions."""
-        return await self._handle(request, generates=True)
+        return self._handle(request, generates=True)
 
-    async def tokenize(self, request: Request) -> Reply | None:
+    def tokenize(self, request: Request) -> Awaitable[Reply | None]:
         """POST /tokenize: any replica can; leaves no ledger row, since nothing is generated."""
-        return await self._handle(request, generates=False)
+        return self._handle(request, generates=False)
 
     def refuse(self, request: Request, error: Unroutable) -> Reply:
         """What did not arrive as it should is recorded all the same, where it was a rollout."""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Awaitable
 from socket import SO_ERROR, SO_LINGER, SOL_SOCKET
 from struct import pack
 from typing import Protocol
@@ -50,7 +51,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 class Service(Protocol):
     """What is served. `handle` returns the whole answer, or None when it has given it with `begin` and `write`."""
 
-    async def handle(self, request: Request) -> Reply | None: ...
+    def handle(self, request: Request) -> Awaitable[Reply | None]: ...
 
     def refuse(self, request: Request, error: Refused) -> Reply:
         """The answer to what is no request, or too much of one; it is known as far as it was read."""

@@ -32,7 +32,7 @@ from adaptersync.router.faults import NOTHING, fault, unanswered
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
-from adaptersync.router.ownership import Ownership
+from adaptersync.router.ownership import Arrival, Ownership
 from adaptersync.router.request import ClientGone, Pair, Reply, Request
 from adaptersync.router.resolve import RETRY_S, Target, Wanted, parse
 from adaptersync.router.sessions import NONE as NO_SESSION
@@ -252,17 +252,19 @@ class Proxy:
         began, hashes = time.monotonic(), chains.first
         ranked = self._view.ranked  # by the table that the candidates are of, whatever has come when one is chosen
         choice = await self._ownership.choose(
-            target.model,
-            hashes,
-            self._view.ranks(leg.candidates) if ranked else leg.candidates,
-            int(hashes[-1][:7], 16) if hashes else self._count,
-            chains.weight,
-            chains.alike,
-            kept=kept.replica,
-            promising=not leg.trial,
-            whole=leg.whole,
-            explained=call.explained,
-            block_size=self._view.block_size,
+            Arrival(
+                version=target.model,
+                hashes=hashes,
+                candidates=tuple(self._view.ranks(leg.candidates) if ranked else leg.candidates),
+                turn=int(hashes[-1][:7], 16) if hashes else self._count,
+                weight=chains.weight,
+                alike=chains.alike,
+                kept=kept.replica,
+                promising=not leg.trial,
+                whole=leg.whole,
+                explained=call.explained,
+                block_size=self._view.block_size,
+            )
         )
         try:
             if call.explanation is not None:

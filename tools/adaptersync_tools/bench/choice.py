@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from adaptersync.router.asked import Asked
-from adaptersync.router.ownership import Ownership
+from adaptersync.router.ownership import Arrival, Ownership
 from adaptersync.router.policy import Policy
 from adaptersync.router.prompts import Reader
 from adaptersync_core.blocks import block_hashes
@@ -122,7 +122,7 @@ class _Bench:
         )
 
     async def _choices(self, name: str, version: str, tokens: int, replicas: int) -> None:
-        candidates = [f"replica-{number}" for number in range(replicas)]
+        candidates = tuple(f"replica-{number}" for number in range(replicas))
         first: list[float] = []
         again: list[float] = []
         for _ in range(self._settings.prompts):
@@ -130,7 +130,13 @@ class _Bench:
             for found in (first, again):
                 await self._client.command("SLOWLOG", "RESET")
                 choice = await self._ownership.choose(
-                    version, hashes, candidates, int(hashes[-1][:7], 16), block_size=BLOCK_SIZE
+                    Arrival(
+                        version=version,
+                        hashes=hashes,
+                        candidates=candidates,
+                        turn=int(hashes[-1][:7], 16),
+                        block_size=BLOCK_SIZE,
+                    )
                 )
                 if choice.outcome == "local":
                     raise TimeoutError(f"the server did not decide: {name}")
@@ -172,5 +178,5 @@ class _Bench:
     def _prompt(self, tokens: int) -> list[int]:
         return [self._chance.randrange(VOCABULARY) for _ in range(tokens)]
 
-    def _hashes(self, version: str, prompt: Sequence[int]) -> list[str]:
-        return block_hashes(version, prompt, BLOCK_SIZE, self._group.blocks_per_request)
+    def _hashes(self, version: str, prompt: Sequence[int]) -> tuple[str, ...]:
+        return tuple(block_hashes(version, prompt, BLOCK_SIZE, self._group.blocks_per_request))

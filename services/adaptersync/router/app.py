@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from adaptersync.router.admission import Admission
 from adaptersync.router.attempts import Attempts
-from adaptersync.router.chains import Memory
+from adaptersync.router.chains import RememberedChains
 from adaptersync.router.connections import Connections
 from adaptersync.router.fates import Fates
 from adaptersync.router.ledger import Ledger
@@ -70,40 +70,28 @@ def run_router(config: Config) -> None:
 
 
 async def _run(config: Config, tokenizer: Tokenizer | None, shares: Shares, worker: int) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    loop, stop, begun = asyncio.get_running_loop(), asyncio.Event(), False
+    itself = asyncio.current_task()
+
+    def heed() -> None:
+        if not begun and not stop.is_set() and itself is not None:
+            itself.cancel()  # it waits for a server, perhaps
+        stop.set()
+
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
-    begun = asyncio.Event()
-    serve = asyncio.create_task(_serve(config, tokenizer, shares, worker, begun, stop))
-    stopped = asyncio.create_task(stop.wait())
+        loop.add_signal_handler(signum, heed)
     try:
-        await asyncio.wait((stopped, serve), return_when=asyncio.FIRST_COMPLETED)
-        if not begun.is_set():
-            serve.cancel()  # it waits for a server, perhaps; else it ends what it has begun
         with contextlib.suppress(asyncio.CancelledError):
-            await serve
+            async with serving(config, tokenizer=tokenizer, shares=shares, worker=worker) as router:
+                begun = True
+                log.info("serving on %s", router.url)
+                stopped = asyncio.create_task(stop.wait())
+                await asyncio.wait((stopped, router.work), return_when=asyncio.FIRST_COMPLETED)
+                stopped.cancel()
+                log.info("stopping: waiting for requests in flight")
     finally:
-        stopped.cancel()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(signum)
-
-
-async def _serve(
-    config: Config,
-    tokenizer: Tokenizer | None,
-    shares: Shares,
-    worker: int,
-    begun: asyncio.Event,
-    stop: asyncio.Event,
-) -> None:
-    async with serving(config, tokenizer=tokenizer, shares=shares, worker=worker) as router:
-        begun.set()
-        log.info("serving on %s", router.url)
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait((stopped, router.work), return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        log.info("stopping: waiting for requests in flight")
 
 
 @contextlib.asynccontextmanager
@@ -178,20 +166,6 @@ async def _serving(
         kept=settings.kept_bytes,
         metrics=metrics,
     )
-    proxy = Proxy(
-        name=name,
-        settings=settings,
-        connections=connections,
-        view=view,
-        memory=Memory(reader, blocks=config.group.blocks_per_request),
-        admission=admission,
-        ownership=ownership,
-        sessions=sessions,
-        attempts=attempts,
-        outages=outages,
-        ledger=ledger,
-        metrics=metrics,
-    )
     server = Server(
         Limits(
             head_bytes=settings.head_bytes,
@@ -199,6 +173,21 @@ async def _serving(
             arriving_bytes=settings.arriving_bytes,
             connections=settings.connections,
         )
+    )
+    proxy = Proxy(
+        name=name,
+        settings=settings,
+        connections=connections,
+        view=view,
+        remembered=RememberedChains(reader, blocks=config.group.blocks_per_request),
+        admission=admission,
+        ownership=ownership,
+        sessions=sessions,
+        attempts=attempts,
+        outages=outages,
+        ledger=ledger,
+        metrics=metrics,
+        stopping=lambda: server.stopping,
     )
     status = Status(
         name=name,
@@ -257,7 +246,6 @@ async def _serving(
             yield Serving(url=url, work=work)
         finally:
             # requests in flight still need all of the above
-            proxy.stopping = True
             await server.stop(drain_s)
             work.cancel()
             with contextlib.suppress(asyncio.CancelledError):

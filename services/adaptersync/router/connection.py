@@ -171,7 +171,7 @@ class Answer:
             waiter.set_result(None)
 
 
-Asked = Callable[[Answer], None]
+OnAsked = Callable[[Answer], None]
 
 
 class Connection(asyncio.Protocol):
@@ -238,7 +238,7 @@ class Connection(asyncio.Protocol):
     def usable(self) -> bool:
         return self._open and not self._transport.is_closing()
 
-    async def ask(self, head: bytes, body: bytes, deadline: float, asked: Asked = lambda answer: None) -> Answer:
+    async def ask(self, head: bytes, body: bytes, deadline: float, asked: OnAsked = lambda answer: None) -> Answer:
         """The answer, once its head is there; it must end by `deadline`, of the loop's clock.
 
         `asked` gets it before anything is sent, to `fail` it at any time.

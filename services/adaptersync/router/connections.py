@@ -19,12 +19,12 @@ from msgspec import Struct
 
 from adaptersync.router.connection import (
     Answer,
-    Asked,
     ConnectFailed,
     Connection,
     ConnectTimedOut,
     Gone,
     NoRoom,
+    OnAsked,
     TimedOut,
     Unanswered,
     Unsendable,
@@ -100,7 +100,7 @@ class Connections:
         headers: Sequence[tuple[bytes, bytes]],
         body: bytes,
         within_s: float,
-        asked: Asked = lambda answer: None,
+        asked: OnAsked = lambda answer: None,
     ) -> Answer:
         """The answer to a POST, once its head is there; all of it must be within `within_s`, or it is TimedOut.
 

@@ -135,6 +135,8 @@ class Ownership:
         """The request that `choose` counted has ended."""
         replica = choice.replica
         self.inflight[replica] -= choice.weight
+        if self.inflight[replica] <= 0:
+            del self.inflight[replica]  # replicas come and go, and their names with them
         if choice.outcome != "local":
             self._ended[replica] += choice.weight
             self._bell.ring()
@@ -171,7 +173,7 @@ class Ownership:
         await self._count(0)
 
     async def _count(self, lease_s: float) -> None:
-        pairs = [part for item in self.inflight.items() if item[1] > 0 for part in item]
+        pairs = [part for item in self.inflight.items() for part in item]
         await self._tell("count", self._router, int(lease_s * 1000), INFLIGHT_TTL_S, *pairs)
 
     async def _tell(self, script: str, *arguments: str | int) -> None:

@@ -13,7 +13,7 @@ import hmac
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 import msgspec
 from msgspec import Raw
@@ -23,7 +23,7 @@ from adaptersync.router.answers import refusal
 from adaptersync.router.asked import Asked, check
 from adaptersync.router.attempts import Attempt, Attempts
 from adaptersync.router.call import Call
-from adaptersync.router.chains import NONE, Chains, Memory
+from adaptersync.router.chains import NONE, Chains, RememberedChains
 from adaptersync.router.connection import Answer, ConnectFailed, Gone, NoRoom, ReplicaError, TimedOut, Unsendable
 from adaptersync.router.connections import Connections
 from adaptersync.router.course import Course, Elsewhere, Leg
@@ -64,7 +64,7 @@ class Proxy:
         settings: RouterSection,
         connections: Connections,
         view: TableView,
-        memory: Memory,
+        remembered: RememberedChains,
         admission: Admission,
         ownership: Ownership,
         sessions: Sessions | None,
@@ -72,12 +72,13 @@ class Proxy:
         outages: Outages,
         ledger: Ledger,
         metrics: Metrics,
+        stopping: Callable[[], bool],
     ) -> None:
         self._name = name
         self._settings = settings
         self._connections = connections
         self._view = view
-        self._memory = memory
+        self._remembered = remembered
         self._admission = admission
         self._ownership = ownership
         self._sessions = sessions
@@ -85,13 +86,13 @@ class Proxy:
         self._outages = outages
         self._ledger = ledger
         self._metrics = metrics
+        self._stopping = stopping
         self._gate = settings.gate_token.encode()
         self._decoder = msgspec.json.Decoder(Asked)
         self._prefix = secrets.token_hex(6)
         self._count = 0
         self._at_replicas = 0
         self._bytes = 0  # of their bodies
-        self.stopping = False
         self.serving: Counter[str] = Counter()
 
     def rollout(self, request: Request) -> Awaitable[Reply | None]:
@@ -127,7 +128,7 @@ class Proxy:
         except Unroutable as error:
             return self._refusal(call, error)
         except (asyncio.CancelledError, ClientGone):
-            call.end("stopped" if self.stopping else "client_gone", CLIENT_GONE)
+            call.end("stopped" if self._stopping() else "client_gone", CLIENT_GONE)
             raise
         except BaseException as error:
             call.end("router_error", 500, repr(error))
@@ -196,7 +197,7 @@ class Proxy:
             raise Unroutable(f"request body is not what it should be: {error}", status=400) from error
 
     async def _chains(self, target: Target, asked: Asked, *, chat: bool) -> Chains:
-        chains = await self._memory.chains(target.model, asked, chat=chat, block_size=self._view.block_size)
+        chains = await self._remembered.chains(target.model, asked, chat=chat, block_size=self._view.block_size)
         self._metrics.count("prompts", chains.read, chains.reason)
         return chains
 

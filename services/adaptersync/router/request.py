@@ -21,7 +21,7 @@ class Reply(Struct, frozen=True):
     body: bytes = b""
 
 
-FAILED = Reply(
+ROUTER_FAILED = Reply(
     500,
     ((b"content-type", b"application/json"),),
     b'{"error":{"message":"router failed","type":"api_error","code":"internal_error","param":null}}',

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit, urlunsplit
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from msgspec import Struct
 
-from adaptersync.router.request import FAILED, ClientGone, Pair, Refused, Reply, Request
+from adaptersync.router.request import ROUTER_FAILED, ClientGone, Pair, Refused, Reply, Request
 
 HEADERS = 128  # of a request
 AHEAD = 8  # requests that a client may send before the first is answered; then it is not read
@@ -388,7 +388,7 @@ class _Connection(asyncio.Protocol):
             log.exception("%s %s could not be handled", request.method, request.path[:96])
             if not request.begun:
                 with contextlib.suppress(ClientGone):
-                    request.answer(FAILED)
+                    request.answer(ROUTER_FAILED)
         finally:
             self.task = self._request = None
             if not request.ended:

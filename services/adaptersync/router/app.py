@@ -18,6 +18,7 @@ from adaptersync.router.admission import Admission
 from adaptersync.router.attempts import Attempts
 from adaptersync.router.chains import RememberedChains
 from adaptersync.router.connections import Connections
+from adaptersync.router.exchange import Exchange
 from adaptersync.router.fates import Fates
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
@@ -174,16 +175,25 @@ async def _serving(
             connections=settings.connections,
         )
     )
-    proxy = Proxy(
+    exchange = Exchange(
         name=name,
         settings=settings,
         connections=connections,
+        view=view,
+        attempts=attempts,
+        outages=outages,
+        ledger=ledger,
+        metrics=metrics,
+    )
+    proxy = Proxy(
+        name=name,
+        settings=settings,
         view=view,
         remembered=RememberedChains(reader, blocks=config.group.blocks_per_request),
         admission=admission,
         ownership=ownership,
         sessions=sessions,
-        attempts=attempts,
+        exchange=exchange,
         outages=outages,
         ledger=ledger,
         metrics=metrics,

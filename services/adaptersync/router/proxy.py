@@ -1,14 +1,13 @@
-"""The hot path: one request in, one replica chosen, its answer passed through, one ledger row.
+"""The hot path: one request in, one replica chosen, what it answers passed through, one ledger row.
 
-Reads of a body only what routing needs, and changes in it only a name that had to be resolved. No replica is asked
-before the row is opened. Until the client has received a byte, a replica that fails is replaced by another. Nothing
-here knows how names are resolved or owners found.
+Reads of a body only what routing needs, and changes in it only a name that had to be resolved. Until the client has
+received a byte, a replica that fails is replaced by another. Nothing here knows how names are resolved, owners found,
+or replicas asked.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import secrets
 import time
@@ -21,14 +20,11 @@ from msgspec import Raw
 from adaptersync.router.admission import Admission
 from adaptersync.router.answers import refusal
 from adaptersync.router.asked import Asked, check
-from adaptersync.router.attempts import Attempt, Attempts
 from adaptersync.router.call import Call
 from adaptersync.router.chains import NONE, Chains, RememberedChains
-from adaptersync.router.connection import Answer, ConnectFailed, Gone, NoRoom, ReplicaError, TimedOut, Unsendable
-from adaptersync.router.connections import Connections
 from adaptersync.router.course import Course, Elsewhere, Leg
+from adaptersync.router.exchange import Exchange
 from adaptersync.router.explanation import Explanation, why
-from adaptersync.router.faults import NOTHING, fault, unanswered
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
@@ -38,13 +34,12 @@ from adaptersync.router.resolve import RETRY_S, Target, Wanted, parse
 from adaptersync.router.sessions import NONE as NO_SESSION
 from adaptersync.router.sessions import Kept, Sessions, session_name, still
 from adaptersync.router.table import TableView
-from adaptersync.router.upstream import answer_headers, request_headers, retry_after, to_rank, with_retry_after
-from adaptersync.router.usage import TAIL_BYTES
+from adaptersync.router.upstream import request_headers, to_rank
 from adaptersync_core import headers
 from adaptersync_core.config import RouterSection
 from adaptersync_core.errors import Unroutable
 from adaptersync_core.ranks import split
-from adaptersync_core.rollouts import LABEL, OPEN
+from adaptersync_core.rollouts import LABEL
 
 WHOLE_BYTES = 256 << 10  # answers up to this size, where known, are read before the first byte is passed on
 CLIENT_GONE = 499
@@ -62,13 +57,12 @@ class Proxy:
         *,
         name: str,
         settings: RouterSection,
-        connections: Connections,
         view: TableView,
         remembered: RememberedChains,
         admission: Admission,
         ownership: Ownership,
         sessions: Sessions | None,
-        attempts: Attempts,
+        exchange: Exchange,
         outages: Outages,
         ledger: Ledger,
         metrics: Metrics,
@@ -76,13 +70,12 @@ class Proxy:
     ) -> None:
         self._name = name
         self._settings = settings
-        self._connections = connections
         self._view = view
         self._remembered = remembered
         self._admission = admission
         self._ownership = ownership
         self._sessions = sessions
-        self._attempts = attempts
+        self._exchange = exchange
         self._outages = outages
         self._ledger = ledger
         self._metrics = metrics
@@ -118,7 +111,7 @@ class Proxy:
 
     def _refusal(self, call: Call, error: Unroutable) -> Reply:
         call.end("refused" if call.row.outcome == "ok" else call.row.outcome, error.status, str(error))
-        self._look_for_void(call)
+        call.look_for_void(self._view.table)
         return refusal(error, status=error.status, headers=call.headers())
 
     async def _handle(self, request: Request, *, generates: bool) -> Reply | None:
@@ -282,7 +275,7 @@ class Proxy:
                 home = kept.replica if leg.trial and kept.replica else choice.replica
                 self._sessions.keep(call.row.session, Kept(target.model, home))
             self._metrics.count("routed", choice.outcome, replica)
-            return await self._send(request, call, target, replica, body, sent, last=leg.last, wait_s=wait_s)
+            return await self._exchange.send(request, call, replica, body, sent, last=leg.last, wait_s=wait_s)
         finally:
             self._ownership.release(choice)
 
@@ -295,164 +288,6 @@ class Proxy:
             for name, member in self._view.table.members.items()
             if name not in others
         }
-
-    async def _send(
-        self,
-        request: Request,
-        call: Call,
-        target: Target,
-        replica: str,
-        body: bytes,
-        sent: Sequence[Pair],
-        *,
-        last: bool,
-        wait_s: float,
-    ) -> Reply | None:
-        """One attempt; Elsewhere when another replica may do better and the client has received nothing.
-
-        `wait_s` is how long others asked to be left alone.
-        """
-        member = self._view.table.members.get(replica)
-        if member is None or member.state != "ready" or (call.row.rank or 0) >= member.ranks:
-            raise Elsewhere("gone", "replica left while it was chosen")
-        call.row.engine_epoch = member.engine_epoch
-        if call.recorded:
-            self._record(call)
-        sent_at = time.monotonic()
-        left_s = self._settings.request_timeout_s - (sent_at - call.started)  # of all that it may take
-        attempt = self._attempts.at(replica, member.engine_epoch)
-
-        def connected(answer: Answer) -> None:
-            self._outages.reached(replica)
-            attempt.asked(answer)
-
-        try:
-            with attempt:
-                with await self._connections.post(member.url, request.target, sent, body, left_s, connected) as answer:
-                    call.row.first_byte_s = time.monotonic() - sent_at
-                    call.row.status = answer.status
-                    reason = "" if answer.status == 200 else fault(answer.status)
-                    if reason or answer.status == 429:
-                        wait_s = max(wait_s, self._judge(answer, reason, replica, member.engine_epoch, last=last))
-                    if (
-                        answer.status == 200
-                        and (answer.length is None or answer.length > WHOLE_BYTES)
-                        and await self._stream(request, call, attempt, answer)
-                    ):
-                        self._outages.answered(replica)
-                        return None
-                    whole = await (_as_far_as_it_comes(answer) if reason else answer.read(WHOLE_BYTES))
-                if answer.status == 404 and target.run and target.model.encode() in whole:
-                    self._outages.lacking.found(replica, target.model, member.engine_epoch)
-                    self._view.nudge()  # whoever reports does so at once
-                    self._metrics.count("missing_version", replica)
-                    raise Elsewhere("missing_version", "replica does not know the version")
-                if answer.status == 200 and not whole:
-                    reason = NOTHING
-                    self._failed(replica, member.engine_epoch, "empty", reason, last=last)
-                if answer.status in (429, 503):
-                    wait_s = max(wait_s, RETRY_S)  # coming back helps, whether or not the replica says so
-                elif not reason:
-                    self._outages.answered(replica)
-                    wait_s = 0.0
-                if reason:
-                    call.row.outcome = "upstream_error"
-                    raise unanswered(call.row, reason, whole, wait_s)
-                call.answered(whole[-TAIL_BYTES:])
-                self._look_for_void(call)
-                pairs = answer_headers(answer, call.headers())
-                return Reply(answer.status, with_retry_after(pairs, wait_s) if wait_s else pairs, whole)
-        except Unsendable as error:
-            raise Unroutable(f"request cannot be passed on: {error}", status=400) from error
-        except NoRoom as error:
-            # says nothing of the replica, and with the next one it would be no better
-            raise Unroutable(
-                f"router cannot open another connection: {error}",
-                status=503,
-                retry_after_s=RETRY_S,
-                next_step="allow it more open files",
-                router=self._name,
-            ) from error
-        except ReplicaError as error:
-            away = isinstance(error, ConnectFailed | Gone)
-            # who had little of the request's time, after others, is not at fault that it is over
-            hurried = isinstance(error, TimedOut) and left_s < self._settings.request_timeout_s / 2
-            if not attempt.lost and not hurried:
-                self._outages.failed(replica, member.engine_epoch, time.monotonic(), _said(error), away=away)
-            if request.begun:
-                # not ended, so the client's connection is cut: it must not take what it has for all of it
-                call.end("upstream_error", call.row.status, attempt.lost or _said(error))
-                return None
-            if attempt.lost:
-                raise Elsewhere("silent", attempt.lost) from error
-            if isinstance(error, TimedOut):
-                call.row.outcome = "upstream_error"
-                raise Unroutable(
-                    "replica did not answer in time", status=504, replica=replica, version=target.model
-                ) from error
-            asked = not isinstance(error, ConnectFailed)  # and may be what ended it
-            kind, what = ("cut", "did not answer to the end") if asked else ("unreachable", "cannot be reached")
-            raise Elsewhere(kind, f"replica {what}: {_said(error)}") from error
-
-    def _judge(self, answer: Answer, reason: str, replica: str, engine_epoch: str, *, last: bool) -> float:
-        """What to make of an answer that another replica may do better than; how long it asks to be left alone.
-
-        One that has too much to do has not failed.
-        """
-        wait_s = retry_after(answer)
-        if answer.status == 429 or (answer.status == 503 and wait_s):
-            if not last:
-                raise Elsewhere("full", f"replica is full: {answer.status}", wait_s=wait_s)
-            return wait_s
-        self._failed(replica, engine_epoch, f"status_{answer.status}", reason, last=last)
-        return wait_s
-
-    def _failed(self, replica: str, engine_epoch: str, kind: str, reason: str, *, last: bool) -> None:
-        """It did not answer, whatever it said."""
-        self._outages.failed(replica, engine_epoch, time.monotonic(), reason)
-        if not last:
-            raise Elsewhere(kind, reason)
-
-    async def _stream(self, request: Request, call: Call, attempt: Attempt, answer: Answer) -> bool:
-        """Pass chunks on as they come; only the tail is remembered, for the token counts. False when there are none.
-
-        A replica that queues a stream has said 200: the client is told nothing before there is something of it.
-        """
-        chunk = await answer.piece()
-        if not chunk:
-            return False
-        self._look_for_void(call)
-        tail = b""
-        request.begin(answer.status, answer_headers(answer, call.headers()), answer.length)
-        while chunk:
-            attempt.moved()  # from here on nobody else can be asked
-            await request.write(chunk)
-            tail = (tail + chunk)[-TAIL_BYTES:]
-            chunk = await answer.piece()
-        request.end()
-        call.answered(tail)
-        return True
-
-    def _record(self, call: Call) -> None:
-        """Open the row, or have it name another replica; whether the ledger has room decides if we serve."""
-        row = call.row
-        row.outcome = OPEN
-        call.sent = self._ledger.open(row) or self._settings.when_spool_full == "serve"
-        row.outcome = "ok"
-        if call.sent:
-            return
-        raise Unroutable(
-            "ledger's spool is full: the request could not be recorded",
-            status=503,
-            retry_after_s=RETRY_S,
-            next_step="check the control server",
-            router=self._name,
-        )
-
-    def _look_for_void(self, call: Call) -> None:
-        """Has the version been found bad while this ran?"""
-        if self._view.table.voided(call.row.version):
-            call.row.voided = True
 
     def _close(self, call: Call) -> None:
         row, count, observe = call.row, self._metrics.count, self._metrics.observe
@@ -472,7 +307,7 @@ class Proxy:
             if row.predicted_tokens is not None:
                 count("predicted_tokens", row.replica, row.version, by=row.predicted_tokens)
         if call.recorded:
-            self._look_for_void(call)
+            call.look_for_void(self._view.table)
             self._ledger.close(row, sent=call.sent)
 
 
@@ -484,14 +319,3 @@ def _rename(body: bytes, model: str) -> bytes:
         raise Unroutable(f"request body is not what it should be: {error}", status=400) from error
     fields["model"] = Raw(msgspec.json.encode(model))
     return msgspec.json.encode(fields)
-
-
-async def _as_far_as_it_comes(answer: Answer) -> bytes:
-    """The body of an answer that is none; it is not asked for the whole of it."""
-    with contextlib.suppress(ReplicaError):
-        return await answer.read(WHOLE_BYTES)
-    return b""
-
-
-def _said(error: BaseException) -> str:
-    return str(error) or type(error).__name__

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 from hypothesis import HealthCheck, settings
 
 from adaptersync_tools.servers import Role
+from support.adapters import ALL_TARGETS
+from support.engines import Engine, vllm_cpu
 from support.redis_servers import KINDS, RedisServers
+from support.tiny_model import build_tiny_model
 
 # a busy machine is no failure
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -71,3 +76,14 @@ def no_blocking() -> Iterator[BlockBuster]:
     """Any blocking call in the event loop fails the test: for tests of async services."""
     with blockbuster_ctx() as blockbuster:
         yield blockbuster
+
+
+@pytest.fixture(scope="session")
+def real_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A real vLLM with a Qwen2 in float32 as we want it started, for all who leave it as empty as they found it."""
+    model = build_tiny_model(tmp_path_factory.mktemp("real") / "model")
+    with (
+        TemporaryDirectory(prefix="engine-") as directory,  # paths of ipc sockets must be short
+        vllm_cpu(Path(directory), model, "--lora-target-modules", *ALL_TARGETS, guarded=True) as engine,
+    ):
+        yield engine

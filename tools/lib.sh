@@ -5,6 +5,12 @@
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 VENV="${ADAPTERSYNC_VENV:-.venv}"
+# Packages are installed without bytecode: the first import of a module writes it. Where the caller's environment forbids
+# that, as images do, every process would compile all it imports anew; a vLLM is three processes of 3,000 modules each.
+# So that such a caller's wish is kept for the sources, it lies in the environment and not beside them.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX
+PYTHONPYCACHEPREFIX=$(realpath -m "$VENV")/bytecode
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 say() { printf '==> %s\n' "$*" >&2; }

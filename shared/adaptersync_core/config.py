@@ -44,10 +44,24 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class GroupSection(Section, frozen=True, kw_only=True):
+    """What all services of a group must have alike."""
+
     name: str = "default"
     """Replicas, services and trainers that belong together: they share a base model, a store and these servers."""
     base_model: str = "base"
     """The name under which replicas serve the base model."""
+    policy: Literal["promise", "threshold", "expected"] = "promise"
+    """How routers choose a replica. `promise`: a new prompt goes to where, with the groups that are expected, there is
+    least to do, and owners may be `router.spill` ahead of the mean. `threshold`: to the least loaded, and as much ahead
+    of that one. `expected`: as `promise`, but where the first token is expected soonest by what agents measure of their
+    engines: better for long prompts and for replicas of unequal speed, at the price of more prefills.
+    `adaptersync bench policy` compares them."""
+    blocks_per_version: int = 500_000
+    """Owned prefix blocks kept for one version, about 100 bytes each; they go with the version, so a group keeps as
+    many times this as it has live versions."""
+    blocks_per_request: int = 512
+    """Blocks of one prompt that are looked up; the rest of a long prompt follows the head. Prompts that share a request
+    share them. At most 4096: one call takes them all, and meanwhile the cache server serves nobody else."""
 
 
 class RedisSection(Section, frozen=True, kw_only=True):
@@ -126,9 +140,10 @@ class RouterSection(Section, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8080
     workers: int = 1
-    """Processes that share this port; limits below hold for each. One serves some thousand requests a second."""
+    """Processes that share this port, which no other router can; limits below hold for each. One serves some thousand
+    requests a second."""
     hold_s: float = 30.0
-    """How long to hold a request for a version that is about to be promoted."""
+    """How long after its arrival a request may be held, for a version that is about to be promoted or was lost."""
     held_requests: int = 4096
     """How many requests may be held at once. 0: none are."""
     body_bytes: int = 16 << 20
@@ -143,30 +158,18 @@ class RouterSection(Section, frozen=True, kw_only=True):
     as the hard one."""
     connect_timeout_s: float = 5.0
     request_timeout_s: float = 600.0
-    """From sending a request to a replica to its last byte."""
+    """From a request's arrival to the last byte of its answer, however long it is held and whoever is asked."""
     max_inflight: int = 4096
     """Requests in flight in this router; more are answered 503."""
     inflight_bytes: int = 1 << 30
     """Of the bodies of requests in flight; more are answered 503."""
     table_max_age_s: float = 60.0
     """How long to serve without Redis; at most 60, for which retirement waits."""
-    blocks_per_version: int = 500_000
-    """Owned prefix blocks kept for one version, about 100 bytes each; they go with the version, so a group keeps as
-    many times this as it has live versions."""
-    blocks_per_request: int = 512
-    """Blocks of one prompt that are looked up; the rest of a long prompt follows the head. Prompts that share a request
-    share them. At most 4096: one call takes them all, and meanwhile the cache server serves nobody else."""
     tokenizer: str = ""
     """The directory of the model that vLLM serves, or its name: text and chat are then routed by the tokens that vLLM
     makes of them, so that they meet the same prompt in token ids and what engines tell of their caches. Needs the extra
     `tokenize`, and a vLLM that is given no chat template of its own; a router that cannot load it does not start.
     Empty: by their bytes, which keeps equal beginnings together as well."""
-    policy: Literal["promise", "threshold", "expected"] = "promise"
-    """How a replica is chosen. `promise`: a new prompt goes to where, with the groups that are expected, there is least
-    to do, and owners may be `spill` ahead of the mean. `threshold`: to the least loaded, and `spill` ahead of that one.
-    `expected`: as `promise`, but where the first token is expected soonest by what agents measure of their engines:
-    better for long prompts and for replicas of unequal speed, at the price of more prefills.
-    `adaptersync bench policy` compares them. All routers and agents of a group should have the same."""
     spill: int = 8
     """How many sequences in flight an owner may be ahead; but for `threshold` at least an eighth of the mean. A request
     for several completions, or with several prompts, is so many sequences."""
@@ -378,11 +381,11 @@ def _check(config: Config) -> None:
             key="router.arriving_bytes",
             value=config.router.arriving_bytes,
         )
-    if config.router.blocks_per_request > BLOCKS:
+    if config.group.blocks_per_request > BLOCKS:
         raise ConfigError(
             f"setting must be at most {BLOCKS}: the cache server serves nobody else while it looks them up",
-            key="router.blocks_per_request",
-            value=config.router.blocks_per_request,
+            key="group.blocks_per_request",
+            value=config.group.blocks_per_request,
         )
     if not 1 <= config.router.workers <= WORKERS:
         raise ConfigError(f"setting must be 1 to {WORKERS}", key="router.workers", value=config.router.workers)

@@ -9,4 +9,5 @@ SESSION = "x-session-id"  # a client's name for one conversation; replicas are t
 EXPLAIN = "x-adaptersync-explain"  # asks for the decision's reasons; the answer has them under the same name
 SUBSTITUTED = "x-adaptersync-substituted"  # a name that the version asked for stands in for; a relay says so
 VOIDED = "x-adaptersync-voided"  # the version was found bad while it wrote this answer
+RANK = "x-data-parallel-rank"  # vLLM's: which of the engines behind its address answers; routers alone say so
 GATE = "x-adaptersync-gate"  # credentials for versions that wait at the gate; the router keeps them to itself

@@ -114,7 +114,7 @@ SPECS = (
         type="hash",
         server="cache",
         writer="router, agent",
-        bound="router.blocks_per_version",
+        bound="group.blocks_per_version",
         ttl_s=OWNERSHIP_TTL_S,
     ),
     KeySpec(
@@ -122,7 +122,7 @@ SPECS = (
         type="hash",
         server="cache",
         writer="router",
-        bound="routers x replicas",
+        bound="routers x ranks of replicas",
         ttl_s=INFLIGHT_TTL_S,
     ),
     KeySpec(
@@ -130,7 +130,7 @@ SPECS = (
         type="hash",
         server="cache",
         writer="router, agent",
-        bound="2 fields for each replica of an hour",
+        bound="2 fields for each rank of a replica of an hour",
         ttl_s=QUEUES_TTL_S,
     ),
     KeySpec(
@@ -138,7 +138,7 @@ SPECS = (
         type="hash",
         server="cache",
         writer="router",
-        bound="4096 prompts and one a replica",
+        bound="4096 prompts and one a rank of a replica",
         ttl_s=PROMISES_TTL_S,
     ),
     KeySpec(

@@ -81,13 +81,17 @@ class Pipe:
             raise self._away("not connected")
         return await line.send_all(commands)
 
-    async def script(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
+    async def script(self, call: ScriptCall) -> Any:
+        line = self._line
+        if line is None or line.broken:
+            self._reconnect()
+            raise self._away("not connected")
         try:
-            return await self.call("EVALSHA", script.sha, len(keys), *keys, *arguments)
+            return await line.send_packed(call.packed)
         except ControlError as error:
             if "NOSCRIPT" not in error.reason:
                 raise
-        return await self.call("EVAL", script.source, len(keys), *keys, *arguments)
+        return await self.call("EVAL", call.script.source, *call.arguments)
 
     def _unheeded(self, future: asyncio.Future[Any]) -> None:
         error = None if future.cancelled() else future.exception()
@@ -146,6 +150,17 @@ class Pipe:
         return ControlUnavailable(f"Redis cannot be reached: {reason}", next_step="check the server", redis=self.where)
 
 
+class ScriptCall:
+    """A call of a script, packed once: the same one may be made again and again."""
+
+    __slots__ = ("arguments", "packed", "script")
+
+    def __init__(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> None:
+        self.script = script
+        self.arguments: tuple[Argument, ...] = (len(keys), *keys, *arguments)
+        self.packed = _pack(("EVALSHA", script.sha, *self.arguments))
+
+
 class _Waiting:
     """One call, or `count` of them whose `replies` are told together."""
 
@@ -180,8 +195,12 @@ class _Line(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
 
     def send(self, arguments: tuple[Argument, ...]) -> asyncio.Future[Any]:
+        return self.send_packed(_pack(arguments))
+
+    def send_packed(self, packed: bytes) -> asyncio.Future[Any]:
+        """One call."""
         future: asyncio.Future[Any] = self._loop.create_future()
-        self._send(_pack(arguments), _Waiting(future, self._loop.time()))
+        self._send(packed, _Waiting(future, self._loop.time()))
         return future
 
     def send_all(self, commands: Iterable[Sequence[Argument]]) -> asyncio.Future[list[Any]]:

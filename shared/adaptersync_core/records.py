@@ -18,6 +18,7 @@ from adaptersync_core.events import Event
 from adaptersync_core.keys import ROUTER_MARGIN_S, ROUTER_SERVES_S
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.proof import Proof
+from adaptersync_core.ranks import Ranks
 from adaptersync_core.table import Table
 
 RecordT = TypeVar("RecordT", bound=Struct)
@@ -57,7 +58,8 @@ class Served(Struct, frozen=True, kw_only=True):
 class ReplicaReport(Struct, frozen=True, kw_only=True):
     """What an agent observes of its engine. `loaded` are the adapter ids the engine lists from our directory.
 
-    `root` is where it has its base model from, a path on its host or a hub's name; limits are 0 where it does not say.
+    `ranks` are the engines behind its address, each with a cache of its own. `root` is where it has its base model
+    from, a path on its host or a hub's name; limits are 0 where it does not say.
     """
 
     url: str
@@ -68,6 +70,7 @@ class ReplicaReport(Struct, frozen=True, kw_only=True):
     max_lora_rank: int
     block_size: int
     loaded: tuple[str, ...] = ()
+    ranks: Ranks = 1
     draining: bool = False
     engine: str = ""
     host: str = ""

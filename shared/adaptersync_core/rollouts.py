@@ -38,7 +38,8 @@ class Row(Struct, kw_only=True, omit_defaults=True):
     run that it was asked in. `predicted_tokens` were expected to be cached there. What else routing went by: `weight`
     sequences, `alike` of them of a prompt of so many `blocks`, of which `boilerplate` were everybody's; `chain` is its
     hash, with "known:hash " before it where the prompt goes on from one that was known; a block is of `block_size`
-    tokens, or bytes. A row may be without what came after it was opened. A router fills it as it goes.
+    tokens, or bytes. `rank` is which of the replica's engines answered, where it has several. A row may be without what
+    came after it was opened. A router fills it as it goes.
 
     `first_token_s` counts from sending to the replica, too, and only streams have it: when the first token of an answer
     was there that came whole, only its engine knows.
@@ -80,6 +81,7 @@ class Row(Struct, kw_only=True, omit_defaults=True):
     alike: int = 1
     substituted: str = ""
     session: str = ""
+    rank: int | None = None
     reason: str = ""
 
 

@@ -11,6 +11,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from adaptersync_core.ranks import Ranks
+
 LiveState = Literal["staging", "ready", "current", "retained", "retiring"]
 Fate = Literal["retired", "voided", "rolled_back", "superseded"]
 MemberState = Literal["joining", "ready", "draining", "ejected"]
@@ -44,7 +46,7 @@ class Member(Struct, frozen=True, kw_only=True):
     """One replica as the coordinator sees it; `reason` says why it is in that state.
 
     `silent` is set on one of which nothing was heard, ejected or kept for the floor: what is in flight there may never
-    be answered.
+    be answered. `ranks` are the engines behind its address (`ranks.py`).
     """
 
     state: MemberState
@@ -54,6 +56,7 @@ class Member(Struct, frozen=True, kw_only=True):
     block_size: int
     reason: str = ""
     silent: bool = False
+    ranks: Ranks = 1
 
 
 class RunEntry(Struct, frozen=True, kw_only=True):

@@ -47,7 +47,7 @@ T = TypeVar("T")
 class EngineFacts(Struct, frozen=True, kw_only=True):
     """What a server is. A limit of 0, or no dtype or device, means that it does not say (no development mode).
 
-    `audits` says that its workers carry our extension.
+    `engines` are its ranks, as its metrics count them. `audits` says that its workers carry our extension.
     """
 
     base_model: str
@@ -58,6 +58,7 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     max_cpu_loras: int
     max_lora_rank: int
     version: str
+    engines: int = 1
     dtype: str = ""
     device: str = ""
     audits: bool = False
@@ -362,9 +363,8 @@ class VllmClient:
         base = next((card for card in cards if not card.parent), None)
         if base is None:
             raise EngineRefused("server lists no base model", status=200, engine=self.url)
-        sizes = [
-            labels.get("block_size", "") for name, labels, _ in await self.metrics() if name == "vllm:cache_config_info"
-        ]
+        caches = [labels for name, labels, _ in await self.metrics() if name == "vllm:cache_config_info"]
+        sizes = [labels.get("block_size", "") for labels in caches]
         version = await self._json("GET", "/version")
         try:
             info = (await self._json("GET", "/server_info", params={"config_format": "json"})).get("vllm_config")
@@ -386,6 +386,7 @@ class VllmClient:
             max_cpu_loras=lora.max_cpu_loras or lora.max_loras or 0,
             max_lora_rank=lora.max_lora_rank or 0,
             version=str(version.get("version", "")),
+            engines=len({labels.get("engine", "") for labels in caches}) or 1,
             dtype=(config.model_config.dtype or "").removeprefix("torch."),
             device=config.device_config.device or "",
             audits=config.parallel_config is not None

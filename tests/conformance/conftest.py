@@ -18,6 +18,7 @@ from support.adapters import make_adapter
 from support.engines import Engine
 from support.kv import Listener, listening
 from support.tiny_model import build_tiny_model, write_sizes
+from support.tiny_tokenizer import build_tokenizer
 
 START_TIMEOUT_S = 300
 TARGETS = ["simulator", pytest.param("vllm", marks=pytest.mark.vllm)]
@@ -41,6 +42,18 @@ def real_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", params=TARGETS)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     with started(request, tmp_path_factory) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def unguarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A real vLLM without our door and auditor, with a tokenizer that has merges."""
+    model = build_tiny_model(tmp_path_factory.mktemp("unguarded") / "model", architecture="llama")
+    build_tokenizer(model)
+    with (
+        TemporaryDirectory(prefix="engine-") as directory,
+        engines.vllm_cpu(Path(directory), model, "--trust-request-chat-template") as engine,
+    ):
         yield engine
 
 

@@ -21,6 +21,7 @@ async def test_facts(engine: Engine, client: VllmClient) -> None:
     facts = await client.facts()
     assert (facts.base_model, facts.root, facts.version) == (MODEL, str(engine.model_directory), "0.32.0")
     assert (facts.max_model_len, facts.block_size) == (MAX_MODEL_LEN, BLOCK_SIZE)
+    assert facts.engines == 1
     assert (facts.max_loras, facts.max_cpu_loras, facts.max_lora_rank) == (MAX_LORAS, MAX_CPU_LORAS, MAX_LORA_RANK)
 
 

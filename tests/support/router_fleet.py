@@ -16,6 +16,7 @@ import aiohttp
 import orjson
 
 from adaptersync.router.app import serving
+from adaptersync.router.policy import Policy
 from adaptersync_core.config import Config, GroupSection, RedisSection, RouterSection
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import RedisClient
@@ -84,9 +85,9 @@ class Fleet:
         return bool(health.json["table"]["generation"] == generation)
 
     @contextlib.asynccontextmanager
-    async def router(self, *, group: str = "test", **settings: Any) -> AsyncIterator[str]:
+    async def router(self, *, group: str = "test", policy: Policy = "promise", **settings: Any) -> AsyncIterator[str]:
         config = Config(
-            group=GroupSection(name=group, base_model="base"),
+            group=GroupSection(name=group, base_model="base", policy=policy),
             redis=RedisSection(control_url=self.control_url, cache_url=self.cache_url),
             router=RouterSection(**self.settings | {"port": 0, "hold_s": 50.0, "connect_timeout_s": 1.0} | settings),
         )

@@ -60,6 +60,10 @@ class Upstream:
         if self.fail:
             status = self.fail.pop(0)
             headers = {"Retry-After": self.retry_after} if self.retry_after else {}
+            if status in (200, 204):
+                return web.Response(status=status)
+            if status == 302:
+                headers["Location"] = "/login"
             said = {"error": {"message": "EngineCore encountered an issue"}}
             return web.json_response(said, status=status, headers=headers)
         model = asked.get("model", "base")

@@ -69,6 +69,7 @@ class Replica:
         self.fleet = fleet
         self.name = name
         self.port = 0
+        self.ranks = 1
         self.simulator: Simulator | None = None
         self.engine_config = fleet.engine
         self.config = fleet.config  # of the agent; its engine's address is known once it was started
@@ -92,12 +93,13 @@ class Replica:
 
     async def start_engine(self) -> None:
         """A new life: nothing of the last one is left."""
-        config = SimulatorConfig(engine=self.engine_config, latency=self.fleet.latency)
+        config = SimulatorConfig(engine=self.engine_config, latency=self.fleet.latency, ranks=self.ranks)
         if self.fleet.guarded:
             self.token_file.touch()
             config = replace(config, token_file=self.token_file, worker_extension_cls=WORKER_EXTENSION)
         if self.fleet.kv_events:
             ends = {name: f"ipc://{self.fleet.directory}/{name}-{self.name}" for name in ("kv", "replay")}
+            ends = ends if self.ranks == 1 else dict.fromkeys(ends, "tcp://*:0")
             config = replace(config, kv_events=PublisherConfig(endpoint=ends["kv"], replay_endpoint=ends["replay"]))
         self.simulator = Simulator(config)
         for change in self.fleet.on_engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -27,6 +28,10 @@ COMMAND_LINE = ("adaptersync_tools.cli", "adaptersync_tools.simulator.agent")
 
 MAX_LINES = 500
 
+# Beside its own, what a service reads of the settings is what the whole group has alike.
+ALIKE = {"group", "redis", "store"}
+SETTINGS = {"agent": {"agent", "proof"}, "coordinator": {"coordinator", "jobs"}, "router": {"router"}}
+
 
 def objection(importer: str, name: str) -> str | None:
     """Why a module may not import a name; imports point from tools to services to shared."""
@@ -47,6 +52,19 @@ def objection(importer: str, name: str) -> str | None:
     if within(name, "redis") and importer != "adaptersync_core.redis":
         return "adaptersync_core.redis is the only module that imports the client"
     return None
+
+
+@pytest.mark.parametrize("service", SETTINGS)
+def test_services_do_not_go_by_each_others_settings(service: str) -> None:
+    sections = "|".join(Config.__struct_fields__)
+    read = {
+        name
+        for module in modules()
+        if within(module.name, f"adaptersync.{service}")
+        for name in re.findall(rf"\bconfig\.({sections})\b", module.path.read_text())
+    }
+    assert service in read
+    assert read <= SETTINGS[service] | ALIKE
 
 
 def test_imports_point_downwards() -> None:

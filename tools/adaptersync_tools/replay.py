@@ -23,6 +23,7 @@ from adaptersync.router.ownership import GATHER_S, block_tokens
 from adaptersync.router.policy import Outcome, Policy
 from adaptersync.router.promises import Repeats
 from adaptersync.router.queues import RATE, SECOND_US, Queues
+from adaptersync_core.ranks import rank_name, split
 from adaptersync_core.rollouts import OPEN, Row
 
 LATE_S = 30.0  # a row is in the ledger so soon after its request began: one that takes long is told of before it ends
@@ -62,6 +63,16 @@ class Event(Struct, frozen=True, order=True):
     row: Row
 
 
+def _asked(row: Row) -> str:
+    """Who was chosen for it: a replica, or one of its ranks."""
+    return rank_name(row.replica, row.rank)
+
+
+def _place(name: str) -> tuple[str, int]:
+    replica, rank = split(name)
+    return replica, -1 if rank is None else rank
+
+
 def _begins_at(row: Row) -> float:
     return row.started_at + (row.hold_s or 0.0)
 
@@ -75,14 +86,14 @@ class Presence:
     def read(self, row: Row) -> None:
         if row.replica:
             at = _begins_at(row)
-            first, last = self._spans.get(row.replica, (at, at))
-            self._spans[row.replica] = min(first, at), max(last, at)
+            first, last = self._spans.get(_asked(row), (at, at))
+            self._spans[_asked(row)] = min(first, at), max(last, at)
 
     def candidates(self, row: Row) -> Sequence[str]:
         """Who could have been chosen for it, in the order in which routers have them."""
         at, failed = _begins_at(row), {said.partition(" ")[0] for said in row.tried.split(", ")}
         there = {name for name, (first, last) in self._spans.items() if first - THERE_S <= at <= last + THERE_S}
-        return sorted((there - failed) | {row.replica})
+        return sorted({name for name in there if split(name)[0] not in failed} | {_asked(row)}, key=_place)
 
 
 class Order:
@@ -217,13 +228,13 @@ class _Anew:
         self.fleet.begun(row, choice.replica, warm=warm, spilled=spilled, candidates=candidates)
         # and what was recorded, followed: only the choice is this policy's
         books = self._recorded.of(row)
-        kept = row.replica if row.routing == "session" else ""
+        kept = _asked(row) if row.routing == "session" else ""
         would = books.decide(hashes, candidates, turn, kept, now_us=now_us, tokens=tokens, ends=ends)
-        self.fleet.figures.elsewhere += would.replica != row.replica
+        self.fleet.figures.elsewhere += would.replica != _asked(row)
         outcome = row.routing if row.routing in get_args(Outcome) else would.outcome
         known = sum(end <= row.boilerplate + (row.owned_blocks or 0) for end in ends[1:])  # where it went
         owned = max(known - would.boilerplate, 0)
-        went = replace(would, replica=row.replica, outcome=outcome, owned=owned)
+        went = replace(would, replica=_asked(row), outcome=outcome, owned=owned)
         # the recorded fleet counts it in flight
         books.note(hashes, candidates, went, 0, row.alike, now_us=now_us, tokens=tokens, ends=ends)
 
@@ -268,6 +279,6 @@ class Replay:
         turn = int(last[:7], 16) if last else event.number
         for each in self._anew:
             each.begin(row, event.at, candidates, turn)
-        recorded.inflight[row.replica] += row.weight
+        recorded.inflight[_asked(row)] += row.weight
         warm = row.boilerplate + (row.owned_blocks or 0)
-        recorded.begun(row, row.replica, warm=warm, spilled=row.routing == "spill", candidates=candidates)
+        recorded.begun(row, _asked(row), warm=warm, spilled=row.routing == "spill", candidates=candidates)

@@ -315,7 +315,7 @@ def _dealt(ports: list[int], engines: int) -> tuple[list[int], list[EventPorts],
 
 
 def _require_free(port: int) -> None:
-    """Routers of one fleet may share a port; one of another fleet would, unnoticed, be sent half of our requests."""
+    """A router would say the same, once the rest of the fleet has been started for nothing."""
     with socket.socket() as listener:
         listener.setsockopt(
             socket.SOL_SOCKET, socket.SO_REUSEADDR, 1

@@ -25,6 +25,7 @@ from adaptersync_core.keys import Keys
 from adaptersync_core.lane import ANSWER_S, FastLane
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.manifest import Manifest
+from adaptersync_core.ranks import told_apart
 from adaptersync_core.records import Ack, CacheReport, Fault, ReplicaReport
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
@@ -60,8 +61,8 @@ async def _stand_beside(config: Config, mount: Reader | None = None) -> None:
             ownership,
             keys,
             replica=config.agent.name,
-            depth=config.router.blocks_per_request,
-            limit=config.router.blocks_per_version,
+            depth=config.group.blocks_per_request,
+            limit=config.group.blocks_per_version,
         )
         agent = Agent(config, Registry(client, keys), vllm, lane, mount, follower if follows else None)
         try:
@@ -73,7 +74,7 @@ async def _stand_beside(config: Config, mount: Reader | None = None) -> None:
                 )
                 tasks.create_task(agent.observe())
                 tasks.create_task(watch(vllm, agent.recent))
-                if config.router.policy == "expected":
+                if config.group.policy == "expected":
                     tasks.create_task(tell_rate(vllm, ownership, keys, replica=config.agent.name))
                 if follows:
                     tasks.create_task(follower.run())
@@ -147,6 +148,7 @@ class Agent:
             max_lora_rank=facts.max_lora_rank,
             block_size=facts.block_size,
             loaded=tuple(self._loaded),
+            ranks=told_apart(facts.engines),
             draining=draining,
             engine=f"vllm {facts.version}",
             host=socket.gethostname(),
@@ -155,7 +157,7 @@ class Agent:
             served=self.recent.told(),
         )
         if self._follower:
-            self._follower.see(self._engine.epoch, facts.base_model)
+            self._follower.see(self._engine.epoch, facts.base_model, report.ranks)
         await self._registry.report_replica(self._settings.name, report)
         if before != self._engine.epoch:
             self._refused.clear()  # another life, another chance

@@ -34,7 +34,7 @@ class _Block:
 
 
 class Cache:
-    """Blocks of all ranks of one engine.
+    """Blocks of one rank, or of several together.
 
     `held` are those to be shown, by version, with how many of the engine's lead to each; `changed` is what became held,
     or ceased to be, since somebody took it, and `changed_at` the engine's time of the first of these changes.

@@ -13,6 +13,7 @@ from pathlib import Path
 from adaptersync_core.base_model import base_shapes
 from adaptersync_core.errors import EngineRefused, EngineUnavailable
 from adaptersync_core.identity import is_adapter_id
+from adaptersync_core.ranks import told_apart
 from adaptersync_core.vllm import EngineFacts, VllmClient
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ class Engine:
             log.info("engine %s began its life %s", self._client.url, epoch)
             if not self.base:
                 log.warning("base weights are not on this host at %r: no shapes are checked", self.facts.root)
+            if told_apart(self.facts.engines) != self.facts.engines:
+                log.warning("engine has %d ranks, more than are told apart: it chooses itself", self.facts.engines)
             if not self.facts.max_loras:
                 log.warning(
                     "engine does not say its LoRA limits (VLLM_SERVER_DEV_MODE=1): no ranks or slots are checked"

@@ -1,12 +1,13 @@
 """One replica's share of the ownership tables in the cache server, kept equal to what its engine has cached.
 
-Changes are written in batches soon after the engine told of them. Beside that, now and then, the whole share is
-compared with the truth, in small parts: this mends whatever was lost with a server or a call, takes back what an older
-life of the engine or of the agent left, and what was believed too early. For a router that sends a prompt notes at once
-that it will be cached there, so that the rest of its group follows; where it never comes to that (the request failed,
-or its blocks were evicted before anybody looked), nothing would ever take that note back. Such a note is given the time
-from one comparison to the next to come true. While an engine starts nothing is sent to it, so in the first comparison
-of its life there is no such note, and whatever is not true goes at once.
+Of a replica with several ranks each has a share of its own. Changes are written in batches soon after the engine told
+of them. Beside that, now and then, the whole share is compared with the truth, in small parts: this mends whatever was
+lost with a server or a call, takes back what an older life of the engine or of the agent left, and what was believed
+too early. For a router that sends a prompt notes at once that it will be cached there, so that the rest of its group
+follows; where it never comes to that (the request failed, or its blocks were evicted before anybody looked), nothing
+would ever take that note back. Such a note is given the time from one comparison to the next to come true. While an
+engine starts nothing is sent to it, so in the first comparison of its life there is no such note, and whatever is not
+true goes at once.
 
 Routers never offer a replica that left, so it does no harm that nobody takes away what is left of one.
 """

@@ -15,6 +15,7 @@ import time
 
 from adaptersync_core.errors import AdapterSyncError
 from adaptersync_core.keys import QUEUES_TTL_S, Keys
+from adaptersync_core.ranks import rank_names, told_apart
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.vllm import Prefills, VllmClient
 
@@ -61,15 +62,20 @@ def _later(known: tuple[float, float], tokens: float, seconds: float) -> tuple[f
 
 
 async def tell_rate(engine: VllmClient, cache: RedisClient, keys: Keys, *, replica: str) -> None:
-    """Measure and tell; runs until cancelled. What is not told is taken as usual by the routers."""
-    rate = Rate()
+    """Measure and tell; runs until cancelled. What is not told is taken as usual by the routers.
+
+    Of several ranks each is taken to do as much as the others.
+    """
+    rate, names = Rate(), rank_names(replica, 1)
     while True:
         try:
             prefills = await engine.prefills()
             if prefills is not None:
                 rate.see(prefills, time.monotonic())
-            if rate.tokens_per_s:
-                await cache.command("HSET", keys.queues, f"{replica}|", rate.tokens_per_s)
+                names = rank_names(replica, told_apart(prefills.ranks))
+            if each := rate.tokens_per_s // len(names):
+                fields = [part for name in names for part in (f"{name}|", each)]
+                await cache.command("HSET", keys.queues, *fields)
                 await cache.command("EXPIRE", keys.queues, QUEUES_TTL_S, "NX")
         except AdapterSyncError as error:
             log.debug("rate not told: %s", error)

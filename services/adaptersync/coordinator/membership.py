@@ -61,6 +61,7 @@ def _alive(draft: Draft, fleet: Fleet, config: Config, name: str, report: Replic
         engine_epoch=report.engine_epoch,
         since=fleet.now,
         block_size=report.block_size,
+        ranks=report.ranks,
     )
     member = draft.members.get(name)
     if member is not None and member.state == "ready" and member.silent:
@@ -84,8 +85,8 @@ def _alive(draft: Draft, fleet: Fleet, config: Config, name: str, report: Replic
             draft.member(name, "ready", WHOLE, fresh)
         elif missing != member.reason:
             draft.members[name] = replace(member, reason=missing)  # no event: it is still joining
-    elif (member.url, member.block_size) != (report.url, report.block_size):
-        draft.members[name] = replace(member, url=report.url, block_size=report.block_size)
+    elif (member.url, member.block_size, member.ranks) != (report.url, report.block_size, report.ranks):
+        draft.members[name] = replace(member, url=report.url, block_size=report.block_size, ranks=report.ranks)
 
 
 def _missing(fleet: Fleet, config: Config, name: str, report: ReplicaReport, needed: int) -> str:

@@ -29,10 +29,10 @@ class Admission:
         self._known: dict[str, Target] = {}  # by name, under that table: a few names for each of its versions
         self.held = 0
 
-    async def admit(self, name: str, *, gate: bool = False) -> Target:
+    async def admit(self, name: str, *, since: float, gate: bool = False) -> Target:
         """The target for `name`, which may be sent at once: nothing happens between the decision and the return.
 
-        `gate`: the caller may have a version that waits at the gate, by its own name.
+        `since`: when it was asked for. `gate`: the caller may have a version that waits at the gate, by its own name.
         """
         table = self._view.serving()
         if table is not self._table:
@@ -40,13 +40,12 @@ class Admission:
             self._known.clear()
         target = self._known.get(name)
         if target is None:
-            target = await self._resolve(name, gate=gate)
+            target = await self._resolve(name, since, gate=gate)
             if not gate and self._view.table is self._table:
                 self._known[name] = target
         return target
 
-    async def _resolve(self, name: str, *, gate: bool) -> Target:
-        deadline = 0.0
+    async def _resolve(self, name: str, since: float, *, gate: bool) -> Target:
         while True:
             table = self._view.serving()
             known = self._fates.get(name, table.generation)
@@ -57,8 +56,7 @@ class Admission:
             if isinstance(answer, Target):
                 return answer
             if isinstance(answer, Hold):
-                deadline = deadline or time.monotonic() + self._hold_s
-                await self.wait(name, answer.reason, deadline)
+                await self.wait(name, answer.reason, since)
 
     async def _ask(self, name: str, ask: Ask, generation: int) -> Fate:
         try:
@@ -74,9 +72,9 @@ class Admission:
                 model=name,
             ) from error
 
-    async def wait(self, name: str, reason: str, deadline: float) -> None:
-        """Until another table has come, or a replica has a version again; Unroutable past the deadline."""
-        left_s = deadline - time.monotonic()
+    async def wait(self, name: str, reason: str, since: float) -> None:
+        """Until another table has come, or a replica has a version again; Unroutable `hold_s` after `since`."""
+        left_s = self._hold_s - (time.monotonic() - since)
         if left_s <= 0:
             raise Unroutable(
                 f"{reason}, and did not become so in time",

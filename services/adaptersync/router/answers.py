@@ -18,6 +18,7 @@ TYPES = {
     502: "upstream_error",
     503: "overloaded_error",
     504: "timeout_error",
+    505: "invalid_request_error",  # of HTTP as it is spoken here
 }
 
 

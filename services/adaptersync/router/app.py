@@ -16,8 +16,9 @@ from msgspec.structs import replace
 
 from adaptersync.router.admission import Admission
 from adaptersync.router.attempts import Attempts
-from adaptersync.router.chains import Memory
+from adaptersync.router.chains import RememberedChains
 from adaptersync.router.connections import Connections
+from adaptersync.router.exchange import Exchange
 from adaptersync.router.fates import Fates
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
@@ -62,48 +63,36 @@ def run_router(config: Config) -> None:
     """Serve until SIGTERM or SIGINT, then let requests in flight end and the ledger be written; it outlives a kill."""
     settings = config.router
     allow(settings.connections)
-    with reserved(settings.host, settings.port) as port:
-        config = replace(config, router=replace(settings, port=port))
+    with reserved(settings.host, settings.port) as ours:
+        config = replace(config, router=replace(settings, port=ours.port))
         # once for all workers, and for those that take the place of one
         tokenizer = asyncio.run(load(settings.tokenizer)) if settings.tokenizer else None
-        run(lambda shares, worker: _run(config, tokenizer, shares, worker), settings.workers)
+        run(lambda shares, worker: _run(config, tokenizer, shares, worker), settings.workers, ours.held)
 
 
 async def _run(config: Config, tokenizer: Tokenizer | None, shares: Shares, worker: int) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    loop, stop, begun = asyncio.get_running_loop(), asyncio.Event(), False
+    itself = asyncio.current_task()
+
+    def heed() -> None:
+        if not begun and not stop.is_set() and itself is not None:
+            itself.cancel()  # it waits for a server, perhaps
+        stop.set()
+
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
-    begun = asyncio.Event()
-    serve = asyncio.create_task(_serve(config, tokenizer, shares, worker, begun, stop))
-    stopped = asyncio.create_task(stop.wait())
+        loop.add_signal_handler(signum, heed)
     try:
-        await asyncio.wait((stopped, serve), return_when=asyncio.FIRST_COMPLETED)
-        if not begun.is_set():
-            serve.cancel()  # it waits for a server, perhaps; else it ends what it has begun
         with contextlib.suppress(asyncio.CancelledError):
-            await serve
+            async with serving(config, tokenizer=tokenizer, shares=shares, worker=worker) as router:
+                begun = True
+                log.info("serving on %s", router.url)
+                stopped = asyncio.create_task(stop.wait())
+                await asyncio.wait((stopped, router.work), return_when=asyncio.FIRST_COMPLETED)
+                stopped.cancel()
+                log.info("stopping: waiting for requests in flight")
     finally:
-        stopped.cancel()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(signum)
-
-
-async def _serve(
-    config: Config,
-    tokenizer: Tokenizer | None,
-    shares: Shares,
-    worker: int,
-    begun: asyncio.Event,
-    stop: asyncio.Event,
-) -> None:
-    async with serving(config, tokenizer=tokenizer, shares=shares, worker=worker) as router:
-        begun.set()
-        log.info("serving on %s", router.url)
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait((stopped, router.work), return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        log.info("stopping: waiting for requests in flight")
 
 
 @contextlib.asynccontextmanager
@@ -146,7 +135,6 @@ async def _serving(
     opened.callback(reader.close)
     connections = Connections(
         connect_timeout_s=settings.connect_timeout_s,
-        request_timeout_s=settings.request_timeout_s,
         most=settings.max_inflight,
     )
     opened.push_async_callback(connections.close)
@@ -157,16 +145,16 @@ async def _serving(
         view,
         Fates(registry),
         base_model=config.group.base_model,
-        hold_s=settings.hold_s,
+        hold_s=min(settings.hold_s, settings.request_timeout_s),
         held_requests=settings.held_requests,
     )
     ownership = Ownership(
         cache,
         keys,
         router=name,
-        policy=settings.policy,
+        policy=config.group.policy,
         spill=settings.spill,
-        blocks_per_version=settings.blocks_per_version,
+        blocks_per_version=config.group.blocks_per_version,
     )
     sessions = Sessions(cache, keys, keep_s=settings.session_s) if settings.session_s > 0 else None
     attempts, outages, metrics = Attempts(), Outages(), Metrics(shares.get(worker))
@@ -179,20 +167,6 @@ async def _serving(
         kept=settings.kept_bytes,
         metrics=metrics,
     )
-    proxy = Proxy(
-        name=name,
-        settings=settings,
-        connections=connections,
-        view=view,
-        memory=Memory(reader, blocks=settings.blocks_per_request),
-        admission=admission,
-        ownership=ownership,
-        sessions=sessions,
-        attempts=attempts,
-        outages=outages,
-        ledger=ledger,
-        metrics=metrics,
-    )
     server = Server(
         Limits(
             head_bytes=settings.head_bytes,
@@ -200,6 +174,30 @@ async def _serving(
             arriving_bytes=settings.arriving_bytes,
             connections=settings.connections,
         )
+    )
+    exchange = Exchange(
+        name=name,
+        settings=settings,
+        connections=connections,
+        view=view,
+        attempts=attempts,
+        outages=outages,
+        ledger=ledger,
+        metrics=metrics,
+    )
+    proxy = Proxy(
+        name=name,
+        settings=settings,
+        view=view,
+        remembered=RememberedChains(reader, blocks=config.group.blocks_per_request),
+        admission=admission,
+        ownership=ownership,
+        sessions=sessions,
+        exchange=exchange,
+        outages=outages,
+        ledger=ledger,
+        metrics=metrics,
+        stopping=lambda: server.stopping,
     )
     status = Status(
         name=name,
@@ -258,7 +256,6 @@ async def _serving(
             yield Serving(url=url, work=work)
         finally:
             # requests in flight still need all of the above
-            proxy.stopping = True
             await server.stop(drain_s)
             work.cancel()
             with contextlib.suppress(asyncio.CancelledError):

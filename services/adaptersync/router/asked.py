@@ -18,6 +18,7 @@ YES, NO = Raw(b"true"), Raw(b"false")
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 _TOLD_AGAIN = "kv_cache_report_mode"
 _OFF = (*NULL, NO)  # anything else vLLM may read as true
+_NONE_OF_IT = (NOTHING,) * 6
 
 
 class Asked(Struct, frozen=True):
@@ -56,6 +57,16 @@ def check(asked: Asked, *, chat: bool, scoring: bool) -> None:
     - A transfer of KV fills a prompt's cache with what another engine, or another version, has computed.
     - An engine that tells again of blocks it has had is believed to have them twice, and still when they are evicted.
     """
+    risky = (
+        asked.prompt_logprobs,
+        asked.echo,
+        asked.prompt_embeds,
+        asked.kv_transfer_params,
+        asked.ec_transfer_params,
+        asked.vllm_xargs,
+    )
+    if risky == _NONE_OF_IT:  # almost always; to look at each costs 4 us
+        return
     if not scoring and (field := _scores(asked, chat=chat)):
         raise Unroutable(
             "log-probabilities of a prompt are not served: asking for them can end a vLLM that has LoRA on its head",

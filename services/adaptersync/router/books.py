@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from adaptersync.router.policy import HEAD, MANY, Block, Choice, Policy, Standing, boilerplate, choose, owned
+from adaptersync.router.policy import HEAD, MANY, Block, Choice, Policy, Standing, boilerplate, choose, owned, promising
 from adaptersync.router.promises import Promises, Repeats
 from adaptersync.router.queues import Queues
 
@@ -70,7 +70,7 @@ class Books:
         known = self._known(hashes)
         common = boilerplate(known, hashes)
         depth = owned(known, common)
-        if self.policy != "threshold" and whole and not self._busy(candidates):
+        if promising(self.policy) and whole and not self._busy(candidates):
             self.promises.quiet(self.repeats)
         deepest = max(depth.get(name, 0) for name in candidates)
         standings = []
@@ -104,7 +104,7 @@ class Books:
     ) -> None:
         """The request goes where `choice` says."""
         ends = ends or range(len(hashes) + 1)
-        if self.policy != "threshold":
+        if promising(self.policy):
             self.promises.note(hashes, choice, self.repeats, inflight=self._busy(candidates), alike=alike)
         self.inflight[choice.replica] += weight
         known, common = self._known(hashes), choice.boilerplate

@@ -13,6 +13,7 @@ from adaptersync.router.resolve import Target
 from adaptersync.router.usage import read_usage
 from adaptersync_core import headers
 from adaptersync_core.rollouts import LABEL, Row
+from adaptersync_core.table import Table
 
 REASON = 200  # characters of a reason that are kept
 TRIED = 8  # replicas that did not do are named, of others the number: a row has its bounds
@@ -86,7 +87,7 @@ class Call:
         longer prompt, and what engines said of their caches.
         """
         row, hashes, tokens = self.row, chains.first, chains.tokens
-        row.replica, row.routing, row.owned_blocks = choice.replica, choice.outcome, choice.owned
+        row.replica, row.rank, row.routing, row.owned_blocks = choice.replica, None, choice.outcome, choice.owned
         row.weight, row.blocks, row.boilerplate = choice.weight, len(hashes), choice.boilerplate
         if hashes:
             row.chain, row.block_size = hashes[-1], block_size
@@ -114,6 +115,11 @@ class Call:
             row.prompt_tokens, row.completion_tokens, row.cached_tokens = read_usage(tail)
         else:
             self.end("refused" if row.status < 500 else "upstream_error", row.status, tail.decode(errors="replace"))
+
+    def look_for_void(self, table: Table) -> None:
+        """Has the version been found bad while this ran?"""
+        if table.voided(self.row.version):
+            self.row.voided = True
 
     def end(self, outcome: str, status: int, reason: str = "") -> None:
         row = self.row

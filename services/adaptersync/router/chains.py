@@ -37,7 +37,7 @@ class Chains(Struct, frozen=True, kw_only=True):
 NONE = Chains()
 
 
-class Memory:
+class RememberedChains:
     """`blocks` are looked up of one request."""
 
     def __init__(self, reader: Reader, *, blocks: int) -> None:

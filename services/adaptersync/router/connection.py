@@ -109,7 +109,7 @@ class Answer:
                 if self._error is not None:
                     raise self._anew(self._error)
                 return b""
-            await self._change()
+            await self.change()
         pieces = self._pieces
         piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
@@ -133,12 +133,17 @@ class Answer:
 
     # for its connection
 
-    async def begun(self) -> None:
-        """Wait for the head."""
-        while not self.status:
-            if self._error is not None:
-                raise self._anew(self._error)
-            await self._change()
+    @property
+    def begun(self) -> bool:
+        """Whether its head is there; ReplicaError when that will never be."""
+        if not self.status and self._error is not None:
+            raise self._anew(self._error)
+        return self.status != 0
+
+    def change(self) -> asyncio.Future[None]:
+        """Done when there is news."""
+        waiter = self._waiter = self._loop.create_future()
+        return waiter
 
     def begin(self, status: int, headers: list[tuple[bytes, bytes]], length: int | None) -> None:
         self.status, self.headers, self.length = status, headers, length
@@ -160,17 +165,13 @@ class Answer:
         """One that is kept here and raised would keep whoever waited, and with them the body of their request."""
         return type(error)(*error.args)
 
-    async def _change(self) -> None:
-        self._waiter = self._loop.create_future()
-        await self._waiter
-
     def _wake(self) -> None:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
 
-Asked = Callable[[Answer], None]
+OnAsked = Callable[[Answer], None]
 
 
 class Connection(asyncio.Protocol):
@@ -237,7 +238,7 @@ class Connection(asyncio.Protocol):
     def usable(self) -> bool:
         return self._open and not self._transport.is_closing()
 
-    async def ask(self, head: bytes, body: bytes, deadline: float, asked: Asked = lambda answer: None) -> Answer:
+    async def ask(self, head: bytes, body: bytes, deadline: float, asked: OnAsked = lambda answer: None) -> Answer:
         """The answer, once its head is there; it must end by `deadline`, of the loop's clock.
 
         `asked` gets it before anything is sent, to `fail` it at any time.
@@ -251,7 +252,8 @@ class Connection(asyncio.Protocol):
                 self._transport.write(head + body)
             else:
                 await self._write(answer, head, body)
-            await answer.begun()
+            while not answer.begun:
+                await answer.change()
         except BaseException:
             answer.close()
             raise

@@ -19,12 +19,13 @@ from msgspec import Struct
 
 from adaptersync.router.connection import (
     Answer,
-    Asked,
     ConnectFailed,
     Connection,
     ConnectTimedOut,
     Gone,
     NoRoom,
+    OnAsked,
+    TimedOut,
     Unanswered,
     Unsendable,
 )
@@ -76,16 +77,13 @@ class _Place:
 
 
 class Connections:
-    """To all replicas of one router; `most` may be open to each. Durations are those of one request.
+    """To all replicas of one router; `most` may be open to each.
 
     `tls` is for addresses with https; without one, the system's certificates are trusted.
     """
 
-    def __init__(
-        self, *, connect_timeout_s: float, request_timeout_s: float, most: int, tls: ssl.SSLContext | None = None
-    ) -> None:
+    def __init__(self, *, connect_timeout_s: float, most: int, tls: ssl.SSLContext | None = None) -> None:
         self._connect_timeout_s = connect_timeout_s
-        self._request_timeout_s = request_timeout_s
         self._most = most
         self._tls = tls
         self._loop = asyncio.get_running_loop()
@@ -101,15 +99,20 @@ class Connections:
         target: str,
         headers: Sequence[tuple[bytes, bytes]],
         body: bytes,
-        asked: Asked = lambda answer: None,
+        within_s: float,
+        asked: OnAsked = lambda answer: None,
     ) -> Answer:
-        """The answer to a POST, once its head is there. Host and length are added to the headers; ReplicaError.
+        """The answer to a POST, once its head is there; all of it must be within `within_s`, or it is TimedOut.
+
+        Host and length are added to the headers. Whatever else goes wrong is another ReplicaError.
 
         `asked` gets the answer before it is asked for, to `fail` it; twice, where it is asked for again.
         """
+        if within_s <= 0:
+            raise TimedOut("there is no time left")
         where = origin(url)
         head = _head(where, target, headers, len(body))
-        deadline = self._loop.time() + self._request_timeout_s
+        deadline = self._loop.time() + within_s
         connection = self._idle(url)
         if connection is None:
             connection = await self._connect(url, where, deadline)
@@ -165,8 +168,9 @@ class Connections:
         )
         place.open += 1
         made = False
+        until = self._loop.time() + self._connect_timeout_s
         try:
-            async with asyncio.timeout_at(min(self._loop.time() + self._connect_timeout_s, deadline)):
+            async with asyncio.timeout_at(min(until, deadline)):
                 await self._loop.create_connection(
                     lambda: connection,
                     where.host,
@@ -175,6 +179,8 @@ class Connections:
                 )
                 made = True
         except TimeoutError as error:
+            if until > deadline:
+                raise TimedOut("there was no time left to connect") from error
             raise ConnectTimedOut("connecting took too long") from error
         except (OSError, UnicodeError) as error:
             failed = NoRoom if isinstance(error, OSError) and error.errno in _OWN else ConnectFailed

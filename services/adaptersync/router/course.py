@@ -34,7 +34,7 @@ class Elsewhere(Exception):
 
 
 class Leg(Struct, frozen=True):
-    """Whom to ask now; without `candidates`, wait until `deadline` for one who may be.
+    """Whom to ask now; without `candidates`, wait for one who may be.
 
     `trial`: this finds out whether the one candidate is back. `whole`: these are all that are ready. `last`: its answer
     is the client's, whatever it says.
@@ -44,19 +44,20 @@ class Leg(Struct, frozen=True):
     trial: bool = False
     whole: bool = False
     last: bool = False
-    deadline: float = 0.0
 
 
 class Course:
-    """`wait_s` is the longest that a replica asked to be left alone; `failure` says what the last one did."""
+    """`wait_s` is the longest that a replica asked to be left alone; `failure` says what the last one did.
 
-    def __init__(self, view: TableView, outages: Outages, version: str, *, hold_s: float) -> None:
+    From `until` on the request waits for nobody who has lost its version.
+    """
+
+    def __init__(self, view: TableView, outages: Outages, version: str, *, until: float) -> None:
         self._view = view
         self._outages = outages
         self._version = version
-        self._hold_s = hold_s
+        self._until = until
         self._left = ATTEMPTS
-        self._deadline = 0.0
         self._anew = False
         self.tried: set[str] = set()
         self.failure = ""
@@ -79,17 +80,15 @@ class Course:
             return Leg(candidates, whole=whole, last=last)
         if self.tried or not outages.lacking.any(ready, self._version):
             return None
-        self._deadline = self._deadline or now + self._hold_s
-        return Leg((), deadline=self._deadline)
+        return Leg(())
 
     def failed(self, replica: str, failure: Elsewhere, now: float) -> None:
         self.failure = str(failure)  # the exception would keep all that led to it, the request's body among it
         self.wait_s = max(self.wait_s, failure.wait_s)
         self._anew = failure.kind in ASKED_ANEW
         if failure.kind == "missing_version":
-            # whoever lacks it is not asked again before its agent has confirmed it: this ends with the deadline
-            self._deadline = self._deadline or now + self._hold_s
-            self._left += now < self._deadline
+            # whoever lacks it is not asked again before its agent has confirmed it: this ends in time
+            self._left += now < self._until
             return
         self.tried.add(replica)
         if failure.kind in FATAL:

@@ -12,6 +12,7 @@ from msgspec import Struct
 from adaptersync.router.policy import Choice, Policy, Standing
 from adaptersync.router.queues import SECOND_US
 from adaptersync.router.resolve import parse
+from adaptersync_core.ranks import split
 from adaptersync_core.rollouts import Row
 
 MOST = 16  # candidates, and replicas left out, that are told of; of others their number
@@ -37,7 +38,9 @@ class Explanation(Struct, kw_only=True):
             told["session"] = row.session
         told |= {"policy": self.policy, "spill": self.spill}
         if choice := self.choice:
-            told |= {"replica": choice.replica, "routing": choice.outcome, "weight": choice.weight}
+            replica, rank = split(choice.replica)
+            told |= {"replica": replica} | ({} if rank is None else {"rank": rank})
+            told |= {"routing": choice.outcome, "weight": choice.weight}
             told |= {"blocks": self.blocks, "known": choice.known, "boilerplate": choice.boilerplate}
             told["candidates"] = {each.replica: self._standing(each) for each in choice.standings[:MOST]}
             if len(choice.standings) > MOST:

@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from adaptersync.router.handed import NOTHING, Handed, Taken
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.spool import RECORD_BYTES, Record, Spool, own_and_left
+from adaptersync.router.taken import NOTHING, Taken, TakenRows
 from adaptersync_core.bus import Bell
 from adaptersync_core.errors import ControlError, ControlUnavailable
 from adaptersync_core.pipe import Pipe
@@ -60,14 +60,14 @@ class Ledger:
     """What it counts, it counts in `metrics`."""
 
     def __init__(
-        self, pipe: Pipe, stream: str, *, spool: Spool, left: list[Spool], handed: Handed, metrics: Metrics
+        self, pipe: Pipe, stream: str, *, spool: Spool, left: list[Spool], taken: TakenRows, metrics: Metrics
     ) -> None:
         """`left` are spools of routers that are gone: they are emptied and removed."""
         self._pipe = pipe
         self._stream = stream
         self._spool = spool
         self._left = left
-        self._handed = handed
+        self._taken = taken
         self._metrics = metrics
         self._waiting: deque[Waiting] = deque()
         self._opened: dict[str, Opened] = {}
@@ -82,8 +82,8 @@ class Ledger:
     ) -> Ledger:
         """A ledger with its spool in `directory`, and `kept` bytes for rows that Redis has; StoreError without room."""
         spool, left = await asyncio.to_thread(own_and_left, directory, name, capacity)
-        handed = await Handed.at(directory / "kept", name=name, capacity=kept)
-        return cls(pipe, stream, spool=spool, left=left, handed=handed, metrics=metrics)
+        taken = await TakenRows.at(directory / "kept", name=name, capacity=kept)
+        return cls(pipe, stream, spool=spool, left=left, taken=taken, metrics=metrics)
 
     @property
     def waiting(self) -> int:
@@ -162,7 +162,7 @@ class Ledger:
             log.warning("%d ledger rows stay in %s until a router starts here", len(self._waiting), self._spool.path)
         for spool in (self._spool, *self._left):
             await asyncio.to_thread(spool.close)
-        await asyncio.to_thread(self._handed.close)
+        await asyncio.to_thread(self._taken.close)
 
     async def _write_all(self) -> None:
         """Batch after batch until nothing waits; ControlError when one could not be written, or not all of it."""
@@ -170,8 +170,8 @@ class Ledger:
         while True:
             opened = self._long_running()
             ended = [self._waiting[place] for place in range(min(BATCH, self.waiting))]
-            asked = self._handed.questions()
-            if not opened and not ended and ((once and not self._handed.unsure) or not asked):
+            asked = self._taken.questions()
+            if not opened and not ended and ((once and not self._taken.unsure) or not asked):
                 return
             once = True
             rows = [_read(self._spool, each.record) for each in opened]
@@ -198,7 +198,7 @@ class Ledger:
             self._metrics.count("ledger_written", by=len(taken))
             if not any(isinstance(reply, ControlError) for reply in seen):
                 await self._write_again(asked, [bool(reply) for reply in seen])
-            self._handed.take(taken)
+            self._taken.take(taken)
             await self._give_back()
             if failed:
                 raise failed[0]
@@ -207,7 +207,7 @@ class Ledger:
         trimmed = NOTHING if all(found) else await self._trimmed()
         if trimmed is None:
             return  # they are looked up once more
-        lost = self._handed.answered(asked, found, trimmed=trimmed)
+        lost = self._taken.answered(asked, found, trimmed=trimmed)
         if lost:
             log.warning("Redis lost %d ledger rows; they are written again", len(lost))
         self._metrics.count("ledger_rewritten", by=len(lost))
@@ -239,7 +239,7 @@ class Ledger:
     async def _give_back(self) -> None:
         for spool in (self._spool, *self._left):
             spool.trim()
-        self._handed.trim()
+        self._taken.trim()
         for spool in [each for each in self._left if not each.used]:
             self._left.remove(spool)
             await asyncio.to_thread(spool.close)
@@ -273,4 +273,4 @@ def _encode(row: Row) -> bytes:
 
 def _read(spool: Spool, record: Record) -> bytes:
     payload = spool.payload(record)
-    return payload[payload.index(b"{") :]  # of one that was handed over, the row follows its entry
+    return payload[payload.index(b"{") :]  # of one that was taken, the row follows its entry

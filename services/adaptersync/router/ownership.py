@@ -12,7 +12,9 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any
+from functools import lru_cache
+
+from msgspec import Struct
 
 from adaptersync.router.policy import Choice, Policy, Standing, choose
 from adaptersync_core.blocks import BY_BYTES
@@ -20,15 +22,37 @@ from adaptersync_core.bus import Bell
 from adaptersync_core.errors import ControlError
 from adaptersync_core.identity import is_adapter_id, parse_adapter_id
 from adaptersync_core.keys import INFLIGHT_TTL_S, OWNERSHIP_TTL_S, PROMISES_TTL_S, QUEUES_TTL_S, REPEATS_TTL_S, Keys
-from adaptersync_core.pipe import Pipe
+from adaptersync_core.pipe import Pipe, ScriptCall
 from adaptersync_core.scripts import Script
 
 BEAT_S = 1.0  # between two counts of what is in flight
 LEASE_S = 5.0  # a router silent for this long gives its counts back
 GATHER_S = 0.005  # ends of requests that are told together
+CALLS = 256  # packed, they are kept
 TOKEN_BYTES = 4  # of text, about, where prompts are known by their bytes
 
 log = logging.getLogger(__name__)
+
+
+class Arrival(Struct, frozen=True, kw_only=True):
+    """A request that a replica is to be chosen for, among `candidates`.
+
+    It is of `weight` sequences, `alike` of them of the prompt that `hashes` tell of, in blocks of `block_size`; its
+    session has the replica `kept`. Not `promising`: what is expected of prompts stays as it is. `whole`: the candidates
+    are all there are, so nothing in flight at them is nothing in flight. `explained`: with what it was decided from.
+    """
+
+    version: str
+    hashes: tuple[str, ...]
+    candidates: tuple[str, ...]
+    turn: int = 0
+    weight: int = 1
+    alike: int = 1
+    kept: str = ""
+    promising: bool = True
+    whole: bool = True
+    explained: bool = False
+    block_size: int = 0
 
 
 class Ownership:
@@ -40,80 +64,66 @@ class Ownership:
         self._pipe = pipe
         self._keys = keys
         self._router = router
-        self._policy: Policy = policy
-        self._spill = spill
+        self.policy: Policy = policy
+        self.spill = spill
         self._blocks_per_version = blocks_per_version
         self._scripts = {name: Script(name) for name in ("route", "release", "count")}
         self._ended: Counter[str] = Counter()
         self._bell = Bell()
         self._touches: dict[str, tuple[str, ...]] = {}
+        # the requests of a group are alike, and to pack one costs 6 us
+        self._calls = lru_cache(maxsize=CALLS)(self._call)
         self.inflight: Counter[str] = Counter()
 
     @property
     def reachable(self) -> bool:
         return self._pipe.connected
 
-    async def choose(
-        self,
-        version: str,
-        hashes: Sequence[str],
-        candidates: Sequence[str],
-        turn: int,
-        weight: int = 1,
-        alike: int = 1,
-        *,
-        kept: str = "",
-        promising: bool = True,
-        whole: bool = True,
-        explained: bool = False,
-        block_size: int = 0,
-    ) -> Choice:
-        """One of the candidates (at least one), counted in flight until `release`.
-
-        The request is of `weight` sequences, `alike` of them of the prompt that `hashes` tell of, in blocks of
-        `block_size`; its session has the replica `kept`. Not `promising`: what is expected of prompts stays as it is.
-        `whole`: the candidates are all there are, so nothing in flight at them is nothing in flight. `explained`: with
-        what it was decided from.
-        """
+    async def choose(self, arrival: Arrival) -> Choice:
+        """One of its candidates (at least one), counted in flight until `release`."""
+        if arrival.version not in self._touches:
+            self._touch(arrival.version)
         try:
-            reply = await self._route(
-                version,
-                hashes,
-                candidates,
-                self._policy if promising else "threshold",
-                turn,
-                weight,
-                alike,
-                kept,
-                explained=explained,
-                whole=whole,
-                block_size=block_size,
-            )
+            reply = await self._pipe.script(self._calls(arrival))
         except ControlError:
-            choice = self._alone(candidates, turn, weight, kept, explained=explained)
+            choice = self._alone(arrival)
         else:
             choice = Choice(
                 replica=reply[0],
                 outcome=reply[1],
                 owned=reply[2],
-                weight=weight,
+                weight=arrival.weight,
                 boilerplate=reply[3],
                 known=reply[4],
-                standings=_standings(candidates, reply[5:]) if explained else (),
+                standings=_standings(arrival.candidates, reply[5:]) if arrival.explained else (),
             )
-        self.inflight[choice.replica] += weight
+        self.inflight[choice.replica] += arrival.weight
         return choice
 
-    async def note(self, version: str, chains: Sequence[Sequence[str]], choice: Choice, *, block_size: int = 0) -> None:
+    async def note(self, version: str, chains: Sequence[tuple[str, ...]], choice: Choice, *, block_size: int) -> None:
         """Prompts that share their request with the one that was looked up for `choice` will be cached there, too.
 
         A choice without an alternative, of nothing in flight and by the policy that promises nothing, does just that.
         """
         if choice.outcome == "local":
             return
-        there = (choice.replica,)
         asked = [
-            self._route(version, chain, there, "threshold", 0, 0, 0, block_size=block_size) for chain in chains if chain
+            self._pipe.script(
+                self._call(
+                    Arrival(
+                        version=version,
+                        hashes=chain,
+                        candidates=(choice.replica,),
+                        weight=0,
+                        alike=0,
+                        promising=False,
+                        whole=False,
+                        block_size=block_size,
+                    )
+                )
+            )
+            for chain in chains
+            if chain
         ]
         for answer in await asyncio.gather(*asked, return_exceptions=True):
             if isinstance(answer, ControlError):
@@ -125,6 +135,8 @@ class Ownership:
         """The request that `choose` counted has ended."""
         replica = choice.replica
         self.inflight[replica] -= choice.weight
+        if self.inflight[replica] <= 0:
+            del self.inflight[replica]  # replicas come and go, and their names with them
         if choice.outcome != "local":
             self._ended[replica] += choice.weight
             self._bell.ring()
@@ -161,76 +173,67 @@ class Ownership:
         await self._count(0)
 
     async def _count(self, lease_s: float) -> None:
-        pairs = [part for item in self.inflight.items() if item[1] > 0 for part in item]
+        pairs = [part for item in self.inflight.items() for part in item]
         await self._tell("count", self._router, int(lease_s * 1000), INFLIGHT_TTL_S, *pairs)
 
     async def _tell(self, script: str, *arguments: str | int) -> None:
         try:
-            await self._pipe.script(self._scripts[script], (self._keys.inflight,), arguments)
+            await self._pipe.script(ScriptCall(self._scripts[script], (self._keys.inflight,), arguments))
         except ControlError as error:
             log.debug("counts not told, the next beat mends them: %s", error)
 
-    def _touched(self, version: str) -> tuple[str, ...]:
-        """The keys that a choice for this version touches; remembered, and with them who is to be forgotten."""
+    def _touch(self, version: str) -> None:
+        """Remember the keys that a choice for this version touches, and with them who is to be forgotten."""
         run = parse_adapter_id(version).run if is_adapter_id(version) else version  # the base model is a run of its own
         each = self._keys
-        keys = (each.owned(version), each.inflight, each.promises(version), each.repeats(run), each.queues)
-        self._touches[version] = keys
-        return keys
+        self._touches[version] = (
+            each.owned(version),
+            each.inflight,
+            each.promises(version),
+            each.repeats(run),
+            each.queues,
+        )
 
-    async def _route(
-        self,
-        version: str,
-        hashes: Sequence[str],
-        candidates: Sequence[str],
-        policy: Policy,
-        turn: int,
-        weight: int,
-        alike: int,
-        kept: str = "",
-        *,
-        explained: bool = False,
-        whole: bool = False,
-        block_size: int,
-    ) -> Any:
+    def _call(self, arrival: Arrival) -> ScriptCall:
+        hashes = arrival.hashes
         arguments: tuple[str | int, ...] = (
             self._router,
-            policy,
-            self._spill,
-            turn,
+            self.policy if arrival.promising else "threshold",
+            self.spill,
+            arrival.turn,
             self._blocks_per_version,
             OWNERSHIP_TTL_S,
             INFLIGHT_TTL_S,
             PROMISES_TTL_S,
             REPEATS_TTL_S,
             QUEUES_TTL_S,
-            weight,
-            alike,
-            kept,
-            "1" if explained else "",
-            block_tokens(hashes, block_size) if self._policy == "expected" else 0,
-            "1" if whole else "",
-            len(candidates),
-            *candidates,
+            arrival.weight,
+            arrival.alike,
+            arrival.kept,
+            "1" if arrival.explained else "",
+            block_tokens(hashes, arrival.block_size) if self.policy == "expected" else 0,
+            "1" if arrival.whole else "",
+            len(arrival.candidates),
+            *arrival.candidates,
             *hashes,
         )
-        touched = self._touches.get(version) or self._touched(version)
-        return await self._pipe.script(self._scripts["route"], touched, arguments)
+        return ScriptCall(self._scripts["route"], self._touches[arrival.version], arguments)
 
-    def _alone(self, candidates: Sequence[str], turn: int, weight: int, kept: str, *, explained: bool) -> Choice:
+    def _alone(self, arrival: Arrival) -> Choice:
         """The same rule with the replica that the prompt's hash falls on as its owner."""
-        home = turn % len(candidates)
+        turn = arrival.turn
+        home = turn % len(arrival.candidates)
         standings = [
             Standing(replica=name, owned=int(place == home), inflight=self.inflight[name])
-            for place, name in enumerate(candidates)
+            for place, name in enumerate(arrival.candidates)
         ]
-        choice = choose(standings, policy=self._policy, spill=self._spill, turn=turn, kept=kept)
+        choice = choose(standings, policy=self.policy, spill=self.spill, turn=turn, kept=arrival.kept)
         return Choice(
             replica=choice.replica,
             outcome="local",
             owned=0,
-            weight=weight,
-            standings=tuple(standings) if explained else (),
+            weight=arrival.weight,
+            standings=tuple(standings) if arrival.explained else (),
         )
 
 

@@ -38,13 +38,25 @@ class Paths:
         self._served = served
         self._refused = refused
 
-    async def handle(self, request: Request) -> Reply | None:
+    def handle(self, request: Request) -> Awaitable[Reply | None]:
         methods = self._served.get(request.path)
         if methods is not None:
             handler = methods.get("GET" if request.method == "HEAD" else request.method)
             if handler is not None:
-                return await handler(request)
-            return self._wrong_method(request, methods)
+                return handler(request)
+        return self._nobody(request, methods)
+
+    def refuse(self, request: Request, error: Refused) -> Reply:
+        retry_after_s = RETRY_S if error.status == 503 else None
+        return self._refused(request, Unroutable(error.reason, status=error.status, retry_after_s=retry_after_s))
+
+    async def _nobody(self, request: Request, methods: Mapping[str, Handler] | None) -> Reply:
+        if methods is not None:
+            allowed = ", ".join(sorted(methods))
+            error = Unroutable(
+                "wrong method", status=405, next_step=f"use {allowed}", path=request.path[:96], method=request.method
+            )
+            return refusal(error, status=405, headers=[(b"allow", allowed.encode())])
         if request.path in ENGINE_CALLS or request.path.startswith("/adapters/"):
             error = Unroutable(
                 "router does not change engines: a call would reach one replica of many",
@@ -61,14 +73,3 @@ class Paths:
             method=request.method,
         )
         return refusal(error, status=404)
-
-    def refuse(self, request: Request, error: Refused) -> Reply:
-        retry_after_s = RETRY_S if error.status == 503 else None
-        return self._refused(request, Unroutable(error.reason, status=error.status, retry_after_s=retry_after_s))
-
-    def _wrong_method(self, request: Request, methods: Mapping[str, Handler]) -> Reply:
-        allowed = ", ".join(sorted(methods))
-        error = Unroutable(
-            "wrong method", status=405, next_step=f"use {allowed}", path=request.path[:96], method=request.method
-        )
-        return refusal(error, status=405, headers=[(b"allow", allowed.encode())])

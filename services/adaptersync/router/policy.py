@@ -46,8 +46,8 @@ class Block(Struct, frozen=True, kw_only=True):
 
 
 class Standing(Struct, frozen=True, kw_only=True):
-    """One candidate: how many blocks beyond the boilerplate it owns, its sequences in flight from all routers, and how
-    many more of prompts that went there are expected.
+    """One candidate, a replica or one rank of it: how many blocks beyond the boilerplate it owns, its sequences in
+    flight from all routers, and how many more of prompts that went there are expected.
 
     By `queues.py`: how long this one would wait there until its prefill begins, how long that would take, and for how
     long of it what another candidate owns would be computed.
@@ -84,6 +84,11 @@ class Choice(Struct, frozen=True, kw_only=True):
     standings: tuple[Standing, ...] = ()
 
 
+def promising(policy: Policy) -> bool:
+    """Whether it goes by the mean and by what is expected, or by the least loaded and what is in flight alone."""
+    return policy != "threshold"
+
+
 def boilerplate(known: Sequence[Block], hashes: Sequence[str]) -> int:
     """How many leading blocks are boilerplate. `known` are the first blocks of `hashes`, as far as the table has them.
 
@@ -118,7 +123,7 @@ def choose(standings: Sequence[Standing], *, policy: Policy, spill: int, turn: i
             return Choice(replica=kept, outcome="session", owned=standing.owned)
     shift = turn % len(standings)
     order = [*standings[shift:], *standings[:shift]]
-    if policy != "threshold":
+    if promising(policy):
         # compared as whole numbers, so that both forms of the rule round alike: not at all
         total = sum(standing.inflight for standing in order)
         most = max(total + spill * len(order), total + total // EVEN)
@@ -132,6 +137,6 @@ def choose(standings: Sequence[Standing], *, policy: Policy, spill: int, turn: i
     if owners := [standing for standing in near if standing.owned > 0]:
         best = max(owners, key=lambda standing: (standing.owned, -standing.inflight))
         return Choice(replica=best.replica, outcome="affinity", owned=best.owned)
-    best = min(near, key=lambda standing: standing.inflight + (standing.promised if policy != "threshold" else 0))
+    best = min(near, key=lambda standing: standing.inflight + (standing.promised if promising(policy) else 0))
     known = any(standing.owned > 0 for standing in order)
     return Choice(replica=best.replica, outcome="spill" if known else "cold", owned=best.owned)

@@ -21,7 +21,7 @@ class Reply(Struct, frozen=True):
     body: bytes = b""
 
 
-FAILED = Reply(
+ROUTER_FAILED = Reply(
     500,
     ((b"content-type", b"application/json"),),
     b'{"error":{"message":"router failed","type":"api_error","code":"internal_error","param":null}}',
@@ -97,6 +97,13 @@ class Request:
     @property
     def ended(self) -> bool:
         return self._state == "ended"
+
+    def promise(self) -> None:
+        """Tell the client that there will be an answer, or more of it, where its HTTP has a word for that."""
+        if not self.begun and not self._old:
+            self._client.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif self._state == "begun" and self._chunked:
+            self._client.send(b"0")  # with which the next chunk's length may begin
 
     def begin(self, status: int, headers: Sequence[Pair], length: int | None) -> None:
         """Send the head of an answer; without a `length` the client learns of its end as HTTP has it."""

@@ -1,7 +1,8 @@
 """The router's HTTP/1.1 server: a request is handled once all of it is here, and one at a time on each connection.
 
 `httptools` parses; what it does not bound is bounded here. Until a request is whole it costs a connection and its
-bytes, so slow clients hold nobody up. When a client goes, what was asked for it is cancelled. Knows no paths.
+bytes, so slow clients hold nobody up. When a client goes, what was asked for it is cancelled; one that only says no
+more gets its answers. Knows no paths.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from socket import SO_LINGER, SOL_SOCKET
+from collections.abc import Awaitable
+from socket import SO_ERROR, SO_LINGER, SOL_SOCKET
 from struct import pack
 from typing import Protocol
 from urllib.parse import urlsplit, urlunsplit
@@ -18,7 +20,7 @@ from urllib.parse import urlsplit, urlunsplit
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from msgspec import Struct
 
-from adaptersync.router.request import FAILED, ClientGone, Pair, Refused, Reply, Request
+from adaptersync.router.request import ROUTER_FAILED, ClientGone, Pair, Refused, Reply, Request
 
 HEADERS = 128  # of a request
 AHEAD = 8  # requests that a client may send before the first is answered; then it is not read
@@ -26,7 +28,8 @@ ARRIVE_S = 30.0  # from the first byte of a request to its last
 IDLE_S = 75.0  # between two requests of a connection
 STALL_S = 60.0  # in which a client takes too little of its answers for more to be written
 LINGER_S = 2.0  # after a refusal what still comes is read away: an answer must not be lost to a reset
-SWEEP_S = 1.0  # between two looks at the four above
+SWEEP_S = 1.0  # between two looks at the four above, and for clients that are gone
+GONE_S = 0.05  # in which a client that is gone, and not only silent, has mostly refused what it was told
 TOLD = 64  # connections above the limit that are told so; any more are cut
 OFFER = (b"connection", b"upgrade", b"http2-settings")  # headers by which another protocol is offered
 PIECES = 64  # of a body are kept as they come; after that what is small must not cost more than its bytes
@@ -48,7 +51,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 class Service(Protocol):
     """What is served. `handle` returns the whole answer, or None when it has given it with `begin` and `write`."""
 
-    async def handle(self, request: Request) -> Reply | None: ...
+    def handle(self, request: Request) -> Awaitable[Reply | None]: ...
 
     def refuse(self, request: Request, error: Refused) -> Reply:
         """The answer to what is no request, or too much of one; it is known as far as it was read."""
@@ -116,9 +119,11 @@ class _Connection(asyncio.Protocol):
         self._old = False  # what is read is HTTP/1.0
         self._offers = False  # and another protocol instead
         self._broken: Refused | None = None  # nothing more is read, ever
+        self._silent = False  # nothing more is said, ever
         self._since = 0.0  # when the first byte of a request came, or the connection became idle
         self._quiet = 0  # bytes since a request last got on
-        self.task: asyncio.Task[None] | None = None  # handles a request
+        self.task: asyncio.Task[None] | None = None  # handles this request:
+        self._request: Request | None = None
         self.closed = server.loop.create_future()
         self._clear()
 
@@ -135,7 +140,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def stopping(self) -> bool:
-        return self._server.stopping
+        return self._server.stopping or (self._silent and not self._waiting)
 
     def send(self, data: bytes) -> None:
         if self._transport.is_closing():
@@ -151,8 +156,10 @@ class _Connection(asyncio.Protocol):
     # for the server
 
     def look(self, now: float) -> None:
-        """Give up what takes too long."""
-        if self._room is not None:
+        """Give up what takes too long, or has nobody left to take it."""
+        if self._silent and self._gone():
+            self.close()
+        elif self._room is not None:
             if now - self._stalled_since > STALL_S:
                 self.close()
         elif self._broken is not None:
@@ -197,6 +204,29 @@ class _Connection(asyncio.Protocol):
             self.task.cancel()
         del self._parser  # which knows us
 
+    def eof_received(self) -> bool:
+        """Who is gone says no more, and so does who has only said all: the first refuses whatever it is told then.
+
+        What cannot be told anything before its answer is there, as HTTP/1.0, is answered.
+        """
+        if self.task is None:
+            return False
+        self._silent = True
+        if self._request is not None:
+            self._request.promise()
+        self._server.loop.call_later(GONE_S, self._look_for_it)
+        return True
+
+    def _look_for_it(self) -> None:
+        if self._gone():
+            self.close()
+
+    def _gone(self) -> bool:
+        """Once nothing is read any more, no loop tells of it."""
+        if self._transport.is_closing():
+            return False
+        return bool(self._transport.get_extra_info("socket").getsockopt(SOL_SOCKET, SO_ERROR))
+
     def pause_writing(self) -> None:
         self._stalled_since = self._server.loop.time()
         self._room = self._server.loop.create_future()
@@ -230,10 +260,11 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except HttpParserUpgrade as offer:
-            closes = any(b"close" in value.lower() for name, value in self._headers if name == b"connection")
+            said = (value.split(b",") for name, value in self._headers if name == b"connection")
+            others = [option for options in said for option in options if option.strip().lower() not in OFFER]
             kept = [pair for pair in self._headers if pair[0] not in OFFER]
-            if closes:
-                kept.append((b"connection", b"close"))
+            if others:
+                kept.append((b"connection", b",".join(others)))
             first = b"%b %b HTTP/%b" % (self._parser.get_method(), self._target, b"1.0" if self._old else b"1.1")
             self._clear()
             self._parser = HttpRequestParser(self)
@@ -340,7 +371,7 @@ class _Connection(asyncio.Protocol):
     # handling
 
     def _next(self) -> None:
-        request = self._waiting.popleft()
+        request = self._request = self._waiting.popleft()
         self._server.arriving -= len(request.body)
         self.task = self._server.loop.create_task(self._handle(request))
 
@@ -357,9 +388,9 @@ class _Connection(asyncio.Protocol):
             log.exception("%s %s could not be handled", request.method, request.path[:96])
             if not request.begun:
                 with contextlib.suppress(ClientGone):
-                    request.answer(FAILED)
+                    request.answer(ROUTER_FAILED)
         finally:
-            self.task = None
+            self.task = self._request = None
             if not request.ended:
                 # half an answer must not look like a whole one, also where the connection's end would be its own
                 if not request.keeps and not self._transport.is_closing():
@@ -381,6 +412,8 @@ class _Connection(asyncio.Protocol):
             self._next()
         elif self._broken is not None:
             self._say(self._broken)
+        elif self._silent:
+            self._transport.close()
         else:
             self._since = self._server.loop.time()
 

@@ -99,7 +99,7 @@ class Status:
                     "reason": self._outages.why(name, now) or member.reason,
                     "circuit": self._outages.state(name, now),
                     "missing": lacked.get(name, []),
-                    "in_flight": self._ownership.inflight[name],
+                    "in_flight": self._in_flight(name),
                 }
                 for name, member in table.members.items()
             },
@@ -158,7 +158,7 @@ class Status:
         metrics.keep(replicas=view.table.members, versions={self._base_model, *view.table.versions})
         for name, member in view.table.members.items():
             metrics.gauge("ready", member.state == "ready", name)
-            metrics.gauge("inflight", self._ownership.inflight[name], name)
+            metrics.gauge("inflight", self._in_flight(name), name)
             metrics.gauge("circuit", CIRCUIT[self._outages.state(name, now)], name)
         metrics.gauge("held", self._admission.held)
         metrics.gauge("connections", len(self._server.connections))
@@ -167,6 +167,10 @@ class Status:
         metrics.gauge("ledger_waiting", ledger.waiting)
         metrics.gauge("ledger_spool_bytes", ledger.spool_used)
         metrics.gauge("cache_reachable", self._ownership.reachable)
+
+    def _in_flight(self, replica: str) -> int:
+        """At all its ranks."""
+        return sum(self._ownership.inflight[rank] for rank in self._view.ranks((replica,)))
 
     def _card(self, name: str, model_len: int, *, created: int, root: str = "") -> dict[str, Any]:
         return {

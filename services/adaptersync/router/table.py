@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
 from adaptersync_core.bus import Bell
 from adaptersync_core.errors import ControlError, Unroutable
+from adaptersync_core.ranks import rank_names
 from adaptersync_core.registry import Registry
 from adaptersync_core.table import Table
 
@@ -23,7 +25,10 @@ log = logging.getLogger(__name__)
 
 
 class TableView:
-    """The router's view of the fleet. `reachable` says whether the last read succeeded."""
+    """The router's view of the fleet. `reachable` says whether the last read succeeded.
+
+    `ready` are replicas; `ranked` has the names of the ranks of those, of all in the table, that have several.
+    """
 
     def __init__(self, registry: Registry, *, max_age_s: float) -> None:
         self._registry = registry
@@ -33,6 +38,8 @@ class TableView:
         self._changed = asyncio.Event()
         self.table = Table()
         self.ready: list[str] = []
+        self.ranked: dict[str, tuple[str, ...]] = {}
+        self._ready_ranks: list[str] = []
         self.block_size = BLOCK_SIZE
         self.reachable = False
 
@@ -62,6 +69,15 @@ class TableView:
                 age_s=round(age_s, 1),
             )
         return self.table
+
+    def ranks(self, replicas: Sequence[str]) -> Sequence[str]:
+        """Among whom is chosen where these may be asked: each rank stands for itself."""
+        if not self.ranked:
+            return replicas
+        return self._ready_ranks if replicas is self.ready else self._ranks(replicas)
+
+    def _ranks(self, replicas: Sequence[str]) -> list[str]:
+        return [rank for name in replicas for rank in self.ranked.get(name, (name,))]
 
     async def change(self, timeout_s: float) -> bool:
         """Wait for another table, or news of this one; False when `timeout_s` passed."""
@@ -98,6 +114,8 @@ class TableView:
     def _adopt(self, table: Table) -> None:
         self.table = table
         self.ready = table.ready()
+        self.ranked = {name: rank_names(name, each.ranks) for name, each in table.members.items() if each.ranks > 1}
+        self._ready_ranks = self._ranks(self.ready)
         sizes = [table.members[name].block_size for name in self.ready if table.members[name].block_size > 0]
         self.block_size = min(sizes, default=BLOCK_SIZE)
         self.nudge()

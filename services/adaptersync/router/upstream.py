@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from adaptersync.router.connection import Answer
 from adaptersync.router.request import Pair, Request
-from adaptersync_core.headers import EXPLAIN, GATE, REPLICA, REQUEST_ID, SUBSTITUTED, VERSION, VOIDED
+from adaptersync_core.headers import EXPLAIN, GATE, RANK, REPLICA, REQUEST_ID, SUBSTITUTED, VERSION, VOIDED
 
 RETRY_MOST_S = 60.0  # no client is told to stay away for longer, whatever a replica says
 
-# headers that belong to one connection
+# headers that belong to one connection, as do those that `connection` names
 _HOP = (
     b"connection",
     b"keep-alive",
@@ -24,23 +25,45 @@ _HOP = (
 )
 # written anew with each request and answer. Answers are read, for their tokens and for what a replica lacks: not packed
 _WRITTEN = (b"host", b"content-length", b"expect", b"accept-encoding")
-_NOT_SENT = frozenset((*_HOP, *_WRITTEN, GATE.encode(), SUBSTITUTED.encode(), EXPLAIN.encode()))
+_PLAIN = (b"keep-alive", b"close")  # what `connection` says, as a rule
+_NOT_SENT = frozenset((*_HOP, *_WRITTEN, GATE.encode(), SUBSTITUTED.encode(), EXPLAIN.encode(), RANK.encode()))
+_RANK = RANK.encode()
 _NOT_ANSWERED = frozenset(
     (*_HOP, b"content-length", *(name.encode() for name in (REQUEST_ID, VERSION, REPLICA, VOIDED, EXPLAIN)))
 )
 
 
 def request_headers(request: Request, request_id: bytes) -> list[Pair]:
-    """What a replica is sent of a client's headers; its own request id, if it has one, stays."""
-    sent = [pair for pair in request.headers if pair[0] not in _NOT_SENT]
-    if not request.header(b"x-request-id"):
+    """What a replica is sent of a client's headers; its own request id, if it has one, stays.
+
+    Not the rank that a client wants: which one answers is decided here.
+    """
+    sent = _passed_on(request.headers, _NOT_SENT)
+    if not any(name == b"x-request-id" and value.strip() for name, value in sent):
         sent.append((b"x-request-id", request_id))
     return sent
 
 
+def to_rank(sent: Sequence[Pair], rank: int | None) -> Sequence[Pair]:
+    """The same for one rank of a replica that has several."""
+    return sent if rank is None else [*sent, (_RANK, b"%d" % rank)]
+
+
 def answer_headers(answer: Answer, ours: Sequence[Pair]) -> list[Pair]:
     """What a client is sent of a replica's headers, with ours in place of any of the same name."""
-    return [*(pair for pair in answer.headers if pair[0] not in _NOT_ANSWERED), *ours]
+    return [*_passed_on(answer.headers, _NOT_ANSWERED), *ours]
+
+
+def _passed_on(pairs: Sequence[Pair], but: frozenset[bytes]) -> list[Pair]:
+    for name, value in pairs:
+        if name == b"connection" and value not in _PLAIN:
+            but = but | _named(value)
+    return [pair for pair in pairs if pair[0] not in but]
+
+
+@lru_cache(maxsize=64)
+def _named(options: bytes) -> frozenset[bytes]:
+    return frozenset(option.strip().lower() for option in options.split(b","))
 
 
 def retry_after(answer: Answer) -> float:

@@ -1,8 +1,10 @@
 """Several processes that are one router: one port, each its own connections, its own ledger and its own report.
 
 They are forked before anything runs, so that they share memory in which each leaves its figures; whoever dies is
-replaced, and what it had counted is counted on. All that they decide together, they decide in Redis, as routers on
-other hosts do. With one worker there is one process.
+replaced, and what it had counted is counted on. So is whoever is frozen, to whom the kernel would go on giving its part
+of the connections. All that they decide together, they decide in Redis, as routers on
+other hosts do. With one worker there is one process. Two routers do not share a port, be they of one group or not:
+clients would get now this one, now that one.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import uvloop
+from msgspec import Struct
 
 from adaptersync_core.errors import AdapterSyncError, ConfigError
 
@@ -32,6 +35,8 @@ SHARE_BYTES = 4 << 20  # of figures of one worker: a thousand replicas need an e
 SLOTS = 2  # of a share, written in turn: who is killed while it writes leaves what it had left before
 PUT_S = 1.0  # between two times a worker leaves its figures
 AGAIN_S = 0.5  # before one that died is replaced
+BEAT_S = 1.0  # between two signs of life of a worker, and between two looks for them
+MISSED = 5  # looks in a row that find no new one: it is frozen, or its loop is held up for as long
 DEATHS = 5  # within DYING_S end the router: whoever started it shall know
 DYING_S = 60.0  # a worker that cannot begin may take ten seconds to find out
 
@@ -39,7 +44,7 @@ GARBAGE = 50_000  # objects more than before, when the collector looks
 
 _HEAD = struct.Struct("=QII")  # which one this is, length, checksum
 _PR_SET_PDEATHSIG = 1
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGALRM)
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +55,7 @@ class Shares:
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self._memory = mmap.mmap(-1, workers * SLOTS * SHARE_BYTES)
+        self._beats = memoryview(mmap.mmap(-1, workers * 8)).cast("Q")
         self._complained = False
 
     def put(self, worker: int, data: bytes) -> None:
@@ -78,6 +84,13 @@ class Shares:
                 found = number, data
         return found
 
+    def beat(self, worker: int) -> None:
+        """It is alive."""
+        self._beats[worker] += 1
+
+    def beats(self, worker: int) -> int:
+        return self._beats[worker]
+
     def others(self, worker: int) -> list[bytes]:
         found = (self.get(other) for other in range(self.workers) if other != worker)
         return [data for data in found if data]
@@ -90,8 +103,11 @@ def _checksum(number: int, data: bytes) -> int:
 Work = Callable[[Shares, int], Coroutine[Any, Any, None]]
 
 
-def run(work: Work, workers: int) -> None:
-    """Run `work` in so many processes until SIGTERM or SIGINT, or until too many have died: SystemExit."""
+def run(work: Work, workers: int, parents: Sequence[socket.socket] = ()) -> None:
+    """Run `work` in so many processes until SIGTERM or SIGINT, or until too many have died: SystemExit.
+
+    `parents` are sockets that several workers do not keep: what they hold is free again when their parent has died.
+    """
     shares = Shares(workers)
     # what is there by now stays, so forks share it, and the collector has nothing to find in it; requests make many
     # objects and no circles, and looking for some after each 700 took a tenth of the router's time
@@ -100,16 +116,25 @@ def run(work: Work, workers: int) -> None:
     if workers == 1:
         uvloop.run(work(shares, 0))
     else:
-        _Workers(work, shares).run()
+        _Workers(work, shares, parents).run()
+
+
+class _Running(Struct):
+    """One worker's process: how often it had been alive at the last look, and how many looks ago that changed."""
+
+    worker: int
+    beats: int
+    missed: int = 0
 
 
 class _Workers:
-    """The parent: it does nothing but to start and to wait."""
+    """The parent: it does nothing but to start, to look and to wait."""
 
-    def __init__(self, work: Work, shares: Shares) -> None:
+    def __init__(self, work: Work, shares: Shares, parents: Sequence[socket.socket]) -> None:
         self._work = work
         self._shares = shares
-        self._running: dict[int, int] = {}  # process id: which worker
+        self._parents = parents
+        self._running: dict[int, _Running] = {}  # by process id
         self._deaths: deque[float] = deque(maxlen=DEATHS)
         self._stopping = False
         self._failed = False
@@ -119,14 +144,19 @@ class _Workers:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         for worker in range(self._shares.workers):
             self._start(worker)
+        signal.setitimer(signal.ITIMER_REAL, BEAT_S, BEAT_S)
         while self._running:
             self._wait()
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         if self._failed:
             raise SystemExit(1)
 
     def _wait(self) -> None:
         came = signal.sigwait(_SIGNALS)
+        if came == signal.SIGALRM:
+            self._look()
+            return
         if came != signal.SIGCHLD:
             self._stop()
             return
@@ -134,9 +164,20 @@ class _Workers:
             process, status = os.waitpid(-1, os.WNOHANG)
             if not process:
                 return
-            worker = self._running.pop(process, None)
-            if worker is not None and not self._stopping:
-                self._died(worker, process, os.waitstatus_to_exitcode(status))
+            gone = self._running.pop(process, None)
+            if gone is not None and not self._stopping:
+                self._died(gone.worker, process, os.waitstatus_to_exitcode(status))
+
+    def _look(self) -> None:
+        """Looks are counted, not seconds: while all of us are frozen, nobody misses anything."""
+        for process, it in self._running.items():
+            beats = self._shares.beats(it.worker)
+            it.missed = it.missed + 1 if beats == it.beats else 0
+            it.beats = beats
+            if it.missed >= MISSED:
+                log.error("worker %d (process %d) shows no sign of life: it is killed", it.worker, process)
+                os.kill(process, signal.SIGKILL)  # nobody has waited for it: it is still that process
+                it.missed = 0
 
     def _died(self, worker: int, process: int, code: int) -> None:
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -161,7 +202,7 @@ class _Workers:
         parent = os.getpid()
         process = os.fork()
         if process:
-            self._running[process] = worker
+            self._running[process] = _Running(worker, self._shares.beats(worker))
         else:
             self._become(worker, parent)
 
@@ -173,8 +214,10 @@ class _Workers:
                 # whoever loses its parent ends as if it had been asked to
                 ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            for held in self._parents:
+                held.close()
             if os.getppid() == parent:
-                uvloop.run(self._work(self._shares, worker))
+                uvloop.run(self._live(worker))
             code = 0
         except AdapterSyncError as error:
             log.error("%s", error)
@@ -186,20 +229,50 @@ class _Workers:
             logging.shutdown()
             os._exit(code)
 
+    async def _live(self, worker: int) -> None:
+        beating = asyncio.create_task(self._beat(worker))
+        try:
+            await self._work(self._shares, worker)
+        finally:
+            beating.cancel()
+
+    async def _beat(self, worker: int) -> None:
+        while True:
+            self._shares.beat(worker)
+            await asyncio.sleep(BEAT_S)
+
+
+class Reserved(NamedTuple):
+    """A port that workers can share; it is theirs alone while `held` are open."""
+
+    port: int
+    held: tuple[socket.socket, ...]
+
 
 @contextlib.contextmanager
-def reserved(host: str, port: int) -> Iterator[int]:
-    """The port that workers can share: the one given, or, for 0, one that is free and stays so meanwhile."""
+def reserved(host: str, port: int) -> Iterator[Reserved]:
+    """The port given, or, for 0, one that is free. ConfigError when somebody has it, or another router wants it."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         held = socket.socket(family, kind)
     except OSError as error:
         raise ConfigError(f"cannot listen: {error.strerror}", key="router.host", value=host) from error
-    with held:
+    with held, socket.socket(socket.AF_UNIX) as claim:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
-            held.bind(address)
+            held.bind(address)  # not yet to be shared: whoever listens there refuses it
         except OSError as error:
             raise ConfigError(f"cannot listen: {error.strerror}", key="router.port", value=port) from error
-        yield held.getsockname()[1]
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        where, port = held.getsockname()[:2]
+        if sys.platform == "linux":  # a router that has begun may not listen yet; a name without a file ends with it
+            try:
+                claim.bind(f"\0adaptersync-router {where} {port}")
+            except OSError as error:
+                raise ConfigError(
+                    "cannot listen: another router of this host has the port, or has not ended yet",
+                    next_step="give each a port of its own; processes that share one are router.workers",
+                    key="router.port",
+                    value=port,
+                ) from error
+        yield Reserved(port, (held, claim))

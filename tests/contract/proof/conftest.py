@@ -1,4 +1,4 @@
-"""Real vLLM servers behind our door, one after the other: a Qwen2 in float32, a Llama in bfloat16.
+"""Real vLLM servers behind our door: a Qwen2 in float32, a Llama in bfloat16.
 
 Their models are tiny and random.
 """
@@ -21,7 +21,6 @@ from support.prover_bench import ProverBench
 from support.tiny_model import build_tiny_model
 
 START_TIMEOUT_S = 300
-SERVERS = {"float32": "qwen2", "bfloat16": "llama"}
 Deltas = Callable[[Path, tuple[int, ...]], tuple[float, ...]]
 
 
@@ -33,19 +32,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(START_TIMEOUT_S))
 
 
-@pytest.fixture(scope="session", params=SERVERS)
+@pytest.fixture(scope="session", params=["float32", "bfloat16"])
 def dtype(request: pytest.FixtureRequest) -> str:
-    """Of the server; a session fixture with parameters, so that the one server ends before the other begins."""
+    """Of the server; a session fixture with parameters, so that all tests of the one come before those of the other."""
     return str(request.param)
 
 
 @pytest.fixture(scope="session")
-def model(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("proof") / "model", architecture=SERVERS[dtype])
-
-
-@pytest.fixture(scope="session")
-def served(dtype: str, model: Path) -> Iterator[engines.Engine]:
+def served(
+    request: pytest.FixtureRequest, dtype: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[engines.Engine]:
+    if dtype == "float32":
+        yield request.getfixturevalue("real_engine")
+        return
+    model = build_tiny_model(tmp_path_factory.mktemp("proof") / "model", architecture="llama")
     with (
         TemporaryDirectory(prefix="engine-") as directory,
         engines.vllm_cpu(
@@ -53,6 +53,11 @@ def served(dtype: str, model: Path) -> Iterator[engines.Engine]:
         ) as engine,
     ):
         yield engine
+
+
+@pytest.fixture(scope="session")
+def model(served: engines.Engine) -> Path:
+    return served.model_directory
 
 
 @pytest.fixture(scope="session")

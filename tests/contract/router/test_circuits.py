@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import aiohttp
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from adaptersync.router import outages
 from adaptersync.router.connection import NoRoom
 from adaptersync.router.connections import Connections
-from support.raw_server import Talk, raw_server
+from support.raw_server import RawServer, Script, Talk, raw_server
 from support.router_fleet import V1, Answer, Fleet, free_port
 from support.upstreams import Upstream, upstream
 from support.wait import wait_until
@@ -43,14 +43,41 @@ async def _break(fleet: Fleet, sick: Upstream) -> None:
     assert not sick.fail
 
 
-async def test_three_failures_in_a_row_leave_a_replica_out_and_an_answer_takes_it_back(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(outages, "SHORTEST_S", 0.5)
+@contextlib.asynccontextmanager
+async def _broken(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, *, shortest_s: float
+) -> AsyncIterator[tuple[Upstream, Upstream]]:
+    """One that is left out, for so long at first, and the other, behind a router."""
+    monkeypatch.setattr(outages, "SHORTEST_S", shortest_s)
     await fleet.tables.write({V1: "current"}, fleet.urls)
     async with fleet.router():
         sick, well = await _owner(fleet)
         await _break(fleet, sick)
+        yield sick, well
+
+
+@contextlib.asynccontextmanager
+async def _only(fleet: Fleet, **settings: Any) -> AsyncIterator[Upstream]:
+    """There is one replica behind a router."""
+    await fleet.tables.write({V1: "current"}, {"replica-0": fleet.urls["replica-0"]})
+    async with fleet.router(**settings):
+        yield fleet.replicas["replica-0"]
+
+
+@contextlib.asynccontextmanager
+async def _four(fleet: Fleet, script: Script) -> AsyncIterator[list[RawServer]]:
+    """That follow a script, behind a router."""
+    async with contextlib.AsyncExitStack() as stack:
+        raws = [await stack.enter_async_context(raw_server(script)) for _ in range(4)]
+        await fleet.tables.write({V1: "current"}, {f"replica-{place}": raw.url for place, raw in enumerate(raws)})
+        await stack.enter_async_context(fleet.router())
+        yield raws
+
+
+async def test_three_failures_in_a_row_leave_a_replica_out_and_an_answer_takes_it_back(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with _broken(fleet, monkeypatch, shortest_s=0.5) as (sick, well):
         health = await fleet.get("/health")
         assert health.status == 200  # the other serves
         said = health.json["replicas"][sick.name]
@@ -80,11 +107,7 @@ async def test_who_is_left_out_or_tried_changes_nothing_of_what_is_expected(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is in flight at one replica: that is no word on the others."""
-    monkeypatch.setattr(outages, "SHORTEST_S", 1.0)
-    await fleet.tables.write({V1: "current"}, fleet.urls)
-    async with fleet.router():
-        sick, well = await _owner(fleet)
-        await _break(fleet, sick)
+    async with _broken(fleet, monkeypatch, shortest_s=1.0) as (sick, well):
         await wait_until(lambda: _quiet(fleet))
         before = await _promises(fleet)
         assert any(field.startswith(":") for field in before)
@@ -155,11 +178,7 @@ async def test_want_of_room_in_the_router_is_no_replicas_failure(fleet: Fleet, m
 async def test_a_client_that_goes_away_does_not_keep_others_from_trying(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outages, "SHORTEST_S", 0.1)
-    await fleet.tables.write({V1: "current"}, fleet.urls)
-    async with fleet.router():
-        sick, _ = await _owner(fleet)
-        await _break(fleet, sick)
+    async with _broken(fleet, monkeypatch, shortest_s=0.1) as (sick, _):
         await wait_until(lambda: _is(fleet, sick, "half open"))
         sick.gate.clear()
         asking = asyncio.create_task(fleet.complete(V1, LONG))
@@ -171,9 +190,7 @@ async def test_a_client_that_goes_away_does_not_keep_others_from_trying(
 
 
 async def test_nobody_is_left_out_for_the_sake_of_nobody(fleet: Fleet) -> None:
-    await fleet.tables.write({V1: "current"}, {"replica-0": fleet.urls["replica-0"]})
-    sick = fleet.replicas["replica-0"]
-    async with fleet.router():
+    async with _only(fleet) as sick:
         sick.fail = [500] * 5
         assert [(await fleet.complete(V1)).status for _ in range(5)] == [500] * 5
         assert (await fleet.get("/health")).status == 503
@@ -182,19 +199,15 @@ async def test_nobody_is_left_out_for_the_sake_of_nobody(fleet: Fleet) -> None:
 
 
 async def test_answers_that_do_not_come_in_time_count(fleet: Fleet) -> None:
-    await fleet.tables.write({V1: "current"}, {"replica-0": fleet.urls["replica-0"]})
-    frozen = fleet.replicas["replica-0"]
-    async with fleet.router(request_timeout_s=0.1):
+    async with _only(fleet, request_timeout_s=0.5) as frozen:
         frozen.gate.clear()
         assert [(await fleet.complete(V1)).status for _ in range(3)] == [504] * 3
         assert await _circuit(fleet, frozen) == "open"
 
 
 async def test_streams_that_are_cut_count(fleet: Fleet) -> None:
-    await fleet.tables.write({V1: "current"}, {"replica-0": fleet.urls["replica-0"]})
-    cutting = fleet.replicas["replica-0"]
-    cutting.cut_after = 1
-    async with fleet.router():
+    async with _only(fleet) as cutting:
+        cutting.cut_after = 1
         for _ in range(3):
             with pytest.raises(aiohttp.ClientPayloadError):
                 await fleet.complete(V1, stream=True)
@@ -215,15 +228,12 @@ async def test_what_ends_engines_is_sent_to_two(fleet: Fleet) -> None:
     async def dies(talk: Talk) -> None:
         await talk.request()
 
-    async with contextlib.AsyncExitStack() as stack:
-        raws = [await stack.enter_async_context(raw_server(dies)) for _ in range(4)]
-        await fleet.tables.write({V1: "current"}, {f"replica-{place}": raw.url for place, raw in enumerate(raws)})
-        async with fleet.router():
-            answer = await fleet.complete(V1)
-            assert (answer.status, "did not answer to the end" in answer.message) == (503, True)
-            assert sum(len(raw.requests) for raw in raws) == 2
-            (row,) = await fleet.rows(1)
-            assert (row["outcome"], row["attempts"]) == ("upstream_error", "2")
+    async with _four(fleet, dies) as raws:
+        answer = await fleet.complete(V1)
+        assert (answer.status, "did not answer to the end" in answer.message) == (503, True)
+        assert sum(len(raw.requests) for raw in raws) == 2
+        (row,) = await fleet.rows(1)
+        assert (row["outcome"], row["attempts"]) == ("upstream_error", "2")
 
 
 async def test_what_ends_engines_on_connections_that_were_kept_is_sent_to_two(fleet: Fleet) -> None:
@@ -234,20 +244,17 @@ async def test_what_ends_engines_on_connections_that_were_kept_is_sent_to_two(fl
             await talk.say(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
         talk.server.leave()
 
-    async with contextlib.AsyncExitStack() as stack:
-        raws = [await stack.enter_async_context(raw_server(mortal)) for _ in range(4)]
-        await fleet.tables.write({V1: "current"}, {f"replica-{place}": raw.url for place, raw in enumerate(raws)})
-        async with fleet.router():
-            for number in range(100):
-                if all(raw.present for raw in raws):
-                    break
-                assert (await fleet.complete(V1, [number] * 64)).status == 200
-            assert [raw.present for raw in raws] == [1] * 4
-            answer = await fleet.complete(V1, user="deadly")
-            assert (answer.status, "did not answer to the end" in answer.message) == (503, True)
-            assert sum(b"deadly" in raw.requests[-1] for raw in raws) == 2
-            said = (await fleet.get("/health")).json["replicas"].values()
-            assert sorted(each["circuit"] for each in said) == ["closed", "closed", "open", "open"]
+    async with _four(fleet, mortal) as raws:
+        for number in range(100):
+            if all(raw.present for raw in raws):
+                break
+            assert (await fleet.complete(V1, [number] * 64)).status == 200
+        assert [raw.present for raw in raws] == [1] * 4
+        answer = await fleet.complete(V1, user="deadly")
+        assert (answer.status, "did not answer to the end" in answer.message) == (503, True)
+        assert sum(b"deadly" in raw.requests[-1] for raw in raws) == 2
+        said = (await fleet.get("/health")).json["replicas"].values()
+        assert sorted(each["circuit"] for each in said) == ["closed", "closed", "open", "open"]
 
 
 async def test_what_freezes_engines_is_sent_to_two(fleet: Fleet) -> None:

@@ -31,29 +31,81 @@ async def test_a_dead_replica_is_replaced(fleet: Fleet) -> None:
         assert health.json["replicas"][owner.name]["reason"].startswith("left out by this router, asked again in ")
 
 
-@pytest.mark.parametrize("status", [500, 503])
-async def test_a_replica_that_fails_is_replaced(fleet: Fleet, status: int) -> None:
+@pytest.mark.parametrize("status", [500, 503, 302, 204, 200])
+async def test_a_replica_that_fails_or_answers_nothing_is_replaced_and_left_out_when_it_goes_on(
+    fleet: Fleet, status: int
+) -> None:
     await fleet.tables.write({V1: "current"}, fleet.urls)
     async with fleet.router():
         await fleet.complete(V1, LONG)
         owner = next(replica for replica in fleet.replicas.values() if replica.seen)
-        owner.fail = [status]
-        answer = await fleet.complete(V1, LONG)
-        assert answer.status == 200
+        owner.fail = [status] * 3
+        for number in range(100):
+            answer = await fleet.complete(V1, [number] * 64)
+            assert answer.status == 200
+            if not owner.fail:
+                break
         assert answer.headers["x-adaptersync-replica"] != owner.name
+        said = (await fleet.get("/health")).json["replicas"][owner.name]
+        assert (said["circuit"], f"replica answered {status}" in said["reason"]) == ("open", True)
 
 
-async def test_when_all_fail_the_last_answer_is_passed_on(fleet: Fleet) -> None:
+@pytest.mark.parametrize("head", [b"content-length: 0", b"transfer-encoding: chunked"])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_success_with_nothing_in_it_is_no_answer(fleet: Fleet, head: bytes, streamed: bool) -> None:
+    said = b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n" + (b"0\r\n\r\n" if b"chunked" in head else b"")
+    async with raw_server(answering(said)) as raw:
+        await fleet.tables.write({V1: "current"}, {"replica-0": raw.url})
+        async with fleet.router():
+            answer = await fleet.complete(V1, stream=streamed)
+            assert (answer.status, answer.json["error"]["type"]) == (502, "upstream_error")
+            assert "replica answered 200 with nothing in it" in answer.message
+            (row,) = await fleet.rows(1)
+            assert (row["outcome"], row["status"]) == ("upstream_error", "502")
+
+
+async def test_a_redirect_is_neither_followed_nor_passed_on(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.fail = [302]
+    async with fleet.router():
+        answer = await fleet.complete(V1)
+        assert (answer.status, "Location" in answer.headers) == (502, False)
+        assert "replica answered 302, which answers nothing" in answer.message
+        assert answer.message.endswith("; see what listens at the replica's address")
+        (row,) = await fleet.rows(1)
+        assert (row["outcome"], row["status"], row["attempts"]) == ("upstream_error", "502", "2")
+
+
+async def test_when_all_fail_the_last_ones_status_and_words_are_passed_on_in_our_form(fleet: Fleet) -> None:
     await fleet.tables.write({V1: "current"}, fleet.urls)
     for replica in fleet.replicas.values():
         replica.fail = [500] * 10
     async with fleet.router():
         answer = await fleet.complete(V1)
         assert answer.status == 500
-        assert "EngineCore" in answer.message
-        assert sum(len(replica.seen) for replica in fleet.replicas.values()) == 2
         (row,) = await fleet.rows(1)
         assert (row["outcome"], row["attempts"]) == ("upstream_error", "2")
+        assert answer.json["error"] == {
+            "message": "no replica could answer: replica answered 500: EngineCore encountered an issue "
+            f"(request={row['request_id']} replica={row['replica']} version={V1}); see the replica's log",
+            "type": "api_error",
+            "code": "unroutable",
+            "param": None,
+        }
+        assert answer.headers["x-adaptersync-request-id"] == row["request_id"]
+        assert sum(len(replica.seen) for replica in fleet.replicas.values()) == 2
+
+
+async def test_words_that_do_not_end_leave_the_status(fleet: Fleet) -> None:
+    async with raw_server(answering(b"HTTP/1.1 500 Oh\r\ncontent-length: 900\r\n\r\nhalf of")) as raw:
+        await fleet.tables.write({V1: "current"}, {"replica-0": raw.url})
+        async with fleet.router():
+            for _ in range(2):
+                answer = await fleet.complete(V1)
+                assert (answer.status, "replica answered 500 (" in answer.message) == (500, True)
+            # each has failed once, and not in two ways
+            assert (await fleet.get("/health")).json["replicas"]["replica-0"]["circuit"] == "closed"
 
 
 async def test_when_nobody_can_be_reached_it_says_so(fleet: Fleet) -> None:
@@ -127,6 +179,36 @@ async def test_a_replica_that_never_answers_is_given_up(fleet: Fleet) -> None:
         answer = await fleet.complete(V1)
         assert answer.status == 504
         await wait_until(lambda: sum(replica.aborted for replica in fleet.replicas.values()) == 1)
+
+
+async def test_a_request_has_one_deadline_however_long_it_is_held_and_whoever_is_asked(fleet: Fleet) -> None:
+    """Held for a part of it, at one replica for another: the last one has what is left, and is not blamed."""
+    await fleet.tables.write({V1: "staging"}, fleet.urls)
+    for replica in fleet.replicas.values():
+        replica.gate.clear()
+    async with fleet.router(request_timeout_s=3.0):
+        asking = [asyncio.create_task(fleet.complete("run-a", LONG)) for _ in range(3)]
+        await asyncio.sleep(1.0)
+        await fleet.table({V1: "current"})
+        await wait_until(lambda: sum(replica.in_flight for replica in fleet.replicas.values()) == 3)
+        first, last = sorted(fleet.replicas.values(), key=lambda replica: -replica.in_flight)
+        assert first.in_flight == 3
+        await asyncio.sleep(1.0)
+        silent = {"state": "ejected", "reason": "silent: no heartbeat for 3.1 s", "silent": True}
+        await fleet.table({V1: "current"}, members={first.name: silent})
+        answers = await asyncio.gather(*asking)
+        assert [answer.status for answer in answers] == [504] * 3
+        rows = await fleet.rows(3)
+        assert [(row["attempts"], row["replica"]) for row in rows] == [("2", last.name)] * 3
+        assert all(3.0 <= float(row["total_s"]) < 3.9 for row in rows)  # each anew, it would be 4 s and 5 s
+        assert (await fleet.get("/health")).json["replicas"][last.name]["circuit"] == "closed"
+
+
+async def test_a_request_is_held_no_longer_than_it_may_last(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "staging"}, fleet.urls)
+    async with fleet.router(request_timeout_s=0.3, hold_s=50.0):
+        answer = await asyncio.wait_for(fleet.complete("run-a"), 10)
+        assert (answer.status, "did not become so in time" in answer.message) == (503, True)
 
 
 @pytest.mark.parametrize(

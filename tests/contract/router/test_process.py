@@ -1,4 +1,4 @@
-"""The router as a process: it stops in order, shares its port, and never blocks its loop."""
+"""The router as a process: it stops in order, and never blocks its loop."""
 
 from __future__ import annotations
 
@@ -36,24 +36,6 @@ async def test_a_stop_lets_requests_in_flight_end(fleet: Fleet) -> None:
     assert len(await fleet.rows(1)) == 1
     assert await fleet.control.command("ZCARD", fleet.keys.routers) == 0
     assert await fleet.cache.command("EXISTS", fleet.keys.inflight) == 0
-
-
-async def test_two_processes_share_a_port_and_count_for_themselves(fleet: Fleet) -> None:
-    await fleet.tables.write({V1: "current"}, fleet.urls)
-    port = free_port()
-    fleet.url = f"http://127.0.0.1:{port}"
-    with router_process(fleet, port) as first, router_process(fleet, port):
-        await wait_until(lambda: _routers(fleet, 2), timeout_s=20.0)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
-            fleet.session, kept = session, fleet.session
-            for _ in range(40):
-                assert (await fleet.complete(V1)).status == 200
-            assert len({row["router"] for row in await fleet.rows(40)}) == 2
-            first.send_signal(signal.SIGINT)
-            assert await asyncio.to_thread(first.wait, 10.0) == 0
-            assert (await fleet.complete(V1)).status == 200
-            fleet.session = kept
-        assert await _routers(fleet, 1)
 
 
 async def test_a_router_killed_with_requests_in_flight_gives_them_back(fleet: Fleet) -> None:
@@ -98,10 +80,6 @@ async def _healthy(fleet: Fleet) -> bool:
         return (await fleet.get("/health")).status == 200
     except aiohttp.ClientError:
         return False
-
-
-async def _routers(fleet: Fleet, count: int) -> bool:
-    return await fleet.control.command("ZCARD", fleet.keys.routers) == count  # type: ignore[no-any-return]
 
 
 async def _counted(fleet: Fleet, count: int) -> bool:

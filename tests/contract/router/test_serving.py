@@ -9,6 +9,7 @@ import aiohttp
 import orjson
 import pytest
 
+from support.raw_server import answering, raw_server
 from support.router_fleet import V1, V2, V3, Fleet
 from support.upstreams import MAX_MODEL_LEN
 from support.wait import wait_until
@@ -75,6 +76,26 @@ async def test_headers_pass_but_those_of_a_connection(fleet: Fleet) -> None:
         assert seen.headers["x-request-id"] == "mine"
         assert seen.headers["x-own"] == "yes"
         assert "te" not in seen.headers
+
+
+async def test_headers_that_connection_names_are_passed_on_in_neither_direction(fleet: Fleet) -> None:
+    said = b"Connection: keep-alive, X-Hop\r\nx-hop: 1\r\nX-Other: 2\r\nconnection: X-SECOND\r\nx-second: 3\r\n"
+    async with raw_server(answering(*[b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n" + said + b"\r\n{}"] * 2)) as raw:
+        await fleet.tables.write({V1: "current"}, {"replica-0": raw.url})
+        async with fleet.router() as url:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            body = b'{"model":"%b"}' % V1.encode()
+            for offer in (b"", b"connection: Upgrade\r\nupgrade: h2c\r\n"):  # which is read twice
+                head = b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n" % len(body)
+                writer.write(head + offer + said + b"\r\n" + body)
+                answer = (await reader.readuntil(b"\r\n\r\n")).lower()
+                assert await reader.readexactly(2) == b"{}"
+                for passed in (answer, raw.requests[-1].lower()):
+                    assert b"\r\nx-other: 2\r\n" in passed
+                    assert b"x-hop" not in passed
+                    assert b"x-second" not in passed
+            writer.close()
+            await writer.wait_closed()
 
 
 async def test_a_stream_is_passed_on_chunk_by_chunk(fleet: Fleet) -> None:

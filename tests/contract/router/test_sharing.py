@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
-from adaptersync.router.ownership import Ownership
+from adaptersync.router.ownership import Arrival, Ownership
 from adaptersync.router.policy import Choice
 from adaptersync.router.table import TableView
 from adaptersync_core.blocks import BY_BYTES, block_hashes
@@ -142,13 +143,19 @@ async def test_two_routers_decide_as_one(fleet: Fleet) -> None:
         await wait_until(lambda: _idle(fleet))
 
 
+def arrival(hashes: Sequence[str], candidates: Sequence[str], turn: int, *, weight: int = 1, alike: int = 1) -> Arrival:
+    return Arrival(
+        version=V1, hashes=tuple(hashes), candidates=tuple(candidates), turn=turn, weight=weight, alike=alike
+    )
+
+
 async def test_ends_are_told_at_once_and_stay_told(cache_url: str) -> None:
     """Without the beat, which would mend a count that was not told; and the beat does not bring it back."""
     keys, pipe = Keys("test"), Pipe(cache_url, name="test", timeout_s=2.0)
     await pipe.connect()
     ownership = Ownership(pipe, keys, router="left", policy="promise", spill=8, blocks_per_version=1000)
     telling = asyncio.create_task(ownership.tell_ends())
-    choices = [await ownership.choose(V1, (), ("r0", "r1"), turn) for turn in range(4)]
+    choices = [await ownership.choose(arrival((), ("r0", "r1"), turn)) for turn in range(4)]
     assert await pipe.call("HGET", keys.inflight, "r0") == "2"
     for choice in choices:
         ownership.release(choice)
@@ -172,17 +179,17 @@ async def test_sequences_are_counted_and_given_back(cache_url: str) -> None:
     ownership = Ownership(pipe, keys, router="left", policy="promise", spill=8, blocks_per_version=1000)
     telling = asyncio.create_task(ownership.tell_ends())
     first, second = ("a" * 16,), ("b" * 16, "c" * 16)
-    choice = await ownership.choose(V1, first, ("r0", "r1"), 0, weight=24, alike=8)
-    await ownership.note(V1, (second, ()), choice)
+    choice = await ownership.choose(arrival(first, ("r0", "r1"), 0, weight=24, alike=8))
+    await ownership.note(V1, (second, ()), choice, block_size=16)
     assert (choice.replica, choice.weight, ownership.inflight["r0"]) == ("r0", 24, 24)
     assert await pipe.call("HMGET", keys.inflight, "r0", "left|r0", "r1") == ["24", "24", None]
     promises = await pipe.call("HGETALL", keys.promises(V1))
     assert [field for field in promises[::2] if field[0] == ":"] == [":" + first[0]]
-    alone = await ownership.choose(V1, second, ("r0",), 1)
+    alone = await ownership.choose(arrival(second, ("r0",), 1))
     assert (alone.outcome, alone.owned) == ("affinity", 2)
     for each in (choice, alone):
         ownership.release(each)
-    assert ownership.inflight["r0"] == 0
+    assert not ownership.inflight
 
     async def told() -> bool:
         return not await pipe.call("EXISTS", keys.inflight)
@@ -195,12 +202,12 @@ async def test_sequences_are_counted_and_given_back(cache_url: str) -> None:
 async def test_a_router_that_is_alone_counts_sequences_too() -> None:
     pipe = Pipe("redis://127.0.0.1:1", name="test", timeout_s=0.1)
     ownership = Ownership(pipe, Keys("test"), router="left", policy="threshold", spill=2, blocks_per_version=1000)
-    first = await ownership.choose(V1, (), ("r0", "r1"), 0, weight=8, alike=8)
-    await ownership.note(V1, (("a" * 16,),), first)  # nobody to tell
+    first = await ownership.choose(arrival((), ("r0", "r1"), 0, weight=8, alike=8))
+    await ownership.note(V1, (("a" * 16,),), first, block_size=16)  # nobody to tell
     assert (first.outcome, first.replica, ownership.inflight["r0"]) == ("local", "r0", 8)
-    assert (await ownership.choose(V1, (), ("r0", "r1"), 0)).replica == "r1"  # its home is too far ahead
+    assert (await ownership.choose(arrival((), ("r0", "r1"), 0))).replica == "r1"  # its home is too far ahead
     ownership.release(first)
-    assert ownership.inflight["r0"] == 0
+    assert "r0" not in ownership.inflight
     await pipe.close()
 
 
@@ -227,7 +234,7 @@ async def test_two_routers_expect_the_same(cache_url: str) -> None:
                 ended.release(choice)
             number = window * 16 + prompt
             hashes = block_hashes(V1, [7] * 16 + [number] * 48, 16, 100)
-            choice = await router.choose(V1, hashes, replicas, number)
+            choice = await router.choose(arrival(hashes, replicas, number))
             assert choice.outcome != "local"
             running.append((router, choice))
             asked[router is routers[1]] += 1
@@ -243,7 +250,7 @@ async def test_two_routers_expect_the_same(cache_url: str) -> None:
 
     await wait_until(told)
     # nothing is in flight any more, so nothing is expected of what went before
-    choice = await routers[0].choose(V1, ("f" * 16,), replicas, 0)
+    choice = await routers[0].choose(arrival(("f" * 16,), replicas, 0))
     assert choice.outcome == "cold"
     promises = await pipes[1].call("HGETALL", keys.promises(V1))
     assert [field for field in promises[::2] if field[0] == ":"] == [":" + "f" * 16]

@@ -17,6 +17,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from adaptersync.router.workers import reserved
 from adaptersync_core.errors import ConfigError
 from support.router_fleet import V1, Fleet
 from support.wait import wait_until
@@ -38,7 +39,7 @@ class Workers:
 
 
 @contextlib.asynccontextmanager
-async def workers(fleet: Fleet, tmp_path: Path, *, count: int = 2) -> AsyncIterator[Workers]:
+async def workers(fleet: Fleet, tmp_path: Path, *, count: int = 2, exit_code: int = 0) -> AsyncIterator[Workers]:
     log = tmp_path / "log"
     process = _start(fleet, log, count)
     try:
@@ -50,7 +51,7 @@ async def workers(fleet: Fleet, tmp_path: Path, *, count: int = 2) -> AsyncItera
         fleet.url = ""
         process.terminate()
         try:
-            assert await asyncio.to_thread(process.wait, 20.0) == 0, log.read_text()
+            assert await asyncio.to_thread(process.wait, 20.0) == exit_code, log.read_text()
         finally:
             process.kill()
 
@@ -175,6 +176,35 @@ async def test_a_port_that_is_taken_is_one_line_and_no_router(fleet: Fleet, coun
     assert code == ConfigError.exit_code
     assert "cannot listen: Address already in use" in line
     assert str(port) in line
+
+
+@pytest.mark.parametrize("count", ["1", "2"])
+async def test_no_other_router_gets_a_part_of_the_connections(fleet: Fleet, tmp_path: Path, count: str) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with workers(fleet, tmp_path):
+        port = fleet.url.rpartition(":")[2]
+        code, (line,) = await _refused(fleet, "--workers", count, "--port", port)
+        assert code == ConfigError.exit_code
+        assert "cannot listen: Address already in use" in line
+
+
+async def test_a_port_is_free_again_when_its_router_was_killed_though_requests_still_end(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with workers(fleet, tmp_path, exit_code=-signal.SIGKILL) as it:
+        port = int(fleet.url.rpartition(":")[2])
+        for replica in fleet.replicas.values():
+            replica.gate.clear()
+        asking = asyncio.create_task(fleet.complete(V1))
+        await wait_until(lambda: sum(replica.in_flight for replica in fleet.replicas.values()) == 1)
+        it.process.kill()
+        await wait_until(lambda: it.log.read_text().count("waiting for requests in flight") == 2)
+        with reserved("127.0.0.1", port) as ours:
+            assert ours.port == port
+        for replica in fleet.replicas.values():
+            replica.gate.set()
+        assert (await asking).status == 200
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "65"])

@@ -34,12 +34,14 @@ class Client(VllmClient):
         self.url = "http://127.0.0.1:1"
         self.publishers: list[Publisher] = []
         self.silent = False
+        self.first = 0
 
     async def kv_event_sources(self) -> dict[int, KvSource]:
         if self.silent:
             raise EngineRefused("not now", status=503)
         told = [msgspec.to_builtins(publisher.config) for publisher in self.publishers]
-        return {rank: msgspec.convert(config, KvSource) for rank, config in enumerate(told)}
+        found = {rank: msgspec.convert(config, KvSource) for rank, config in enumerate(told, self.first)}
+        return dict(reversed(found.items()))  # vLLM lists them as they came
 
 
 class World:
@@ -209,8 +211,9 @@ async def test_what_is_not_understood_ends_it_until_the_next_life(
 
     with caplog.at_level(logging.ERROR):
         await wait_until(given_up)
-    await world.follower._owned._compare("base", at_once=True)
-    await world.follower._owned.flush()
+    (share,) = world.follower._present
+    await share.owned._compare("base", at_once=True)
+    await share.owned.flush()
     assert world.table() == {noted}
     assert "not understood" in world.follower.report().why
     assert len([one for one in caplog.records if one.levelno == logging.ERROR]) == 1
@@ -235,3 +238,76 @@ async def test_an_engine_that_does_not_answer_is_asked_again(world: World, tmp_p
     await wait_until(lambda: "not now" in world.follower.report().why)
     world.client.silent = False
     await world.shows(1)
+
+
+def owners(world: World) -> dict[int, set[str]]:
+    """Who owns the block of each token, by the table."""
+    names = {block_hashes("base", [token], 1, 1)[0]: token for token in range(30)}
+    held = world.server.hgetall(KEYS.owned("base"))
+    return {names[str(name)]: set(str(value).partition(":")[2].split(",")) for name, value in held.items()}
+
+
+async def owned(world: World, expected: dict[int, set[str]]) -> None:
+    await wait_until(lambda: owners(world) == expected, what=f"owners to be {expected}")
+
+
+async def test_what_a_rank_has_is_owned_by_that_rank(world: World, tmp_path: Path) -> None:
+    for rank in range(2):
+        world.publisher(**endpoints("any port", tmp_path)).publish([stored(1), stored(10 + rank)])
+    world.follower.see("life", "base", 2)
+    await owned(world, {1: {"r1/0", "r1/1"}, 10: {"r1/0"}, 11: {"r1/1"}})
+    await world.followed()
+    assert world.follower.report().blocks == 4
+    left, right = world.client.publishers
+    left.publish([removed(1), removed(10)])
+    await owned(world, {1: {"r1/1"}, 11: {"r1/1"}})
+    right.publish([removed(1)])
+    await owned(world, {11: {"r1/1"}})
+
+
+async def test_with_a_life_the_ownership_of_all_its_ranks_ends(world: World, tmp_path: Path) -> None:
+    """What came after this one's own notes, too: an older life's, and what routers noted."""
+    for rank in range(2):
+        world.publisher(**endpoints("any port", tmp_path)).publish([stored(1 + rank)])
+    world.follower.see("life", "base", 2)
+    await owned(world, {1: {"r1/0"}, 2: {"r1/1"}})
+    await world.followed()
+    left = block_hashes("base", [20], 1, 1)[0]
+    world.server.hset(KEYS.owned("base"), left, ":r1/1,r2")  # by a router; of the engine that is about to end
+    for publisher in world.client.publishers:
+        await publisher.close()
+    world.client.publishers.clear()
+    for rank in range(2):
+        world.publisher(**endpoints("any port", tmp_path)).publish([stored(5 + rank)])
+    world.follower.see("another life", "base", 2)
+    await owned(world, {5: {"r1/0"}, 6: {"r1/1"}, 20: {"r2"}})
+
+
+async def test_a_life_with_another_number_of_ranks_owns_under_its_own_names(world: World, tmp_path: Path) -> None:
+    for rank in range(2):
+        world.publisher(**endpoints("any port", tmp_path)).publish([stored(1 + rank)])
+    world.follower.see("life", "base", 2)
+    await owned(world, {1: {"r1/0"}, 2: {"r1/1"}})
+    await world.client.publishers.pop().close()
+    world.follower.see("another life", "base", 1)
+    await owned(world, {1: {"r1"}})
+    world.publisher(**endpoints("any port", tmp_path)).publish([stored(3)])
+    world.follower.see("a third life", "base", 2)
+    await owned(world, {1: {"r1/0"}, 3: {"r1/1"}})
+
+
+async def test_the_ranks_of_a_part_of_a_larger_deployment_are_counted_from_0(world: World, tmp_path: Path) -> None:
+    """Its sources have the numbers of the whole; the one that is asked, it counts among its own."""
+    for rank in range(2):
+        world.publisher(**endpoints("any port", tmp_path)).publish([stored(1 + rank)])
+    world.client.first = 2
+    world.follower.see("life", "base", 2)
+    await owned(world, {1: {"r1/0"}, 2: {"r1/1"}})
+
+
+async def test_while_not_all_ranks_publish_ownership_is_the_routers(world: World, tmp_path: Path) -> None:
+    world.publisher(**endpoints("any port", tmp_path)).publish([stored(1)])
+    world.follower.see("life", "base", 2)
+    await wait_until(lambda: "1 publish" in world.follower.report().why, what="the follower to say why")
+    assert not owners(world)
+    assert not world.follower.report().followed

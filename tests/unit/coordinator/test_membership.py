@@ -311,3 +311,27 @@ def test_a_replica_that_moved_is_found_at_its_new_address() -> None:
     world = coordinate(replace(world, replicas={"r1": replica}))
     member = world.table.members["r1"]
     assert (member.state, member.url, member.block_size) == ("ready", "http://elsewhere", 32)
+
+
+def test_a_member_has_the_ranks_that_its_agent_says_and_stays_ready_when_that_changes() -> None:
+    world = ready(replicas=2)
+    assert {member.ranks for member in world.table.members.values()} == {1}
+    for ranks in (4, 1):
+        said = world.replicas["r1"].said
+        assert said is not None
+        replica = replace(world.replicas["r1"], said=replace(said, ranks=ranks))
+        world = coordinate(replace(world, replicas=world.replicas | {"r1": replica}))
+        assert {name: (member.state, member.ranks) for name, member in world.table.members.items()} == {
+            "r1": ("ready", ranks),
+            "r2": ("ready", 1),
+        }
+
+
+def test_a_replica_that_joins_has_its_ranks_from_the_beginning() -> None:
+    world = ready(replicas=1)
+    said = world.replicas["r1"].said
+    assert said is not None
+    another = replace(world.replicas["r1"], said=replace(said, ranks=2, engine_epoch="another"))
+    world = coordinate(replace(world, replicas={"r1": another}))
+    member = world.table.members["r1"]
+    assert (member.engine_epoch, member.ranks) == ("another", 2)

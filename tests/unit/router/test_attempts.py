@@ -25,7 +25,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def _ask(pool: Connections, server: RawServer, attempt: Attempt) -> bytes:
-    with await pool.post(server.url, "/x", [], b"{}", attempt.asked) as answer:
+    with await pool.post(server.url, "/x", [], b"{}", 20.0, attempt.asked) as answer:
         return await answer.read(LIMIT)
 
 
@@ -137,7 +137,7 @@ async def test_an_end_that_waits_goes_with_its_request(hurried: None) -> None:
 async def _ask_again(pool: Connections, server: RawServer, attempt: Attempt) -> bytes:
     """With an attempt that was told of its end after it had asked."""
     reason, attempt.lost = attempt.lost, ""
-    with await pool.post(server.url, "/x", [], b"{}", attempt.asked) as answer:
+    with await pool.post(server.url, "/x", [], b"{}", 20.0, attempt.asked) as answer:
         attempt.lost = reason
         return await answer.read(LIMIT)
 
@@ -150,7 +150,7 @@ async def test_a_stream_that_stands_still_ends_after_what_had_come(hurried: None
 
     async with raw_server(script) as server, connections() as pool:
         with Attempts().at("r1", "e1") as attempt:
-            with await pool.post(server.url, "/x", [], b"{}", attempt.asked) as answer:
+            with await pool.post(server.url, "/x", [], b"{}", 20.0, attempt.asked) as answer:
                 attempt.moved()
                 attempt.end(WHY)
                 assert await answer.piece() == b"one"
@@ -170,7 +170,7 @@ async def test_a_stream_that_goes_on_has_its_time_anew_with_each_piece(hurried: 
 
     async with raw_server(script) as server, connections() as pool:
         attempt = Attempts().at("r1", "e1")
-        with attempt, await pool.post(server.url, "/x", [], b"{}", attempt.asked) as answer:
+        with attempt, await pool.post(server.url, "/x", [], b"{}", 20.0, attempt.asked) as answer:
             attempt.moved()
             attempt.end(WHY)
             body = b""

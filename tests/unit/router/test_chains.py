@@ -7,7 +7,7 @@ import pytest
 
 from adaptersync.router import chains
 from adaptersync.router.asked import Asked
-from adaptersync.router.chains import KEPT, LONGEST, Chains, Memory
+from adaptersync.router.chains import KEPT, LONGEST, Chains, RememberedChains
 from adaptersync.router.prompts import Prompts, Reader
 from adaptersync_core.blocks import block_hashes
 
@@ -30,17 +30,19 @@ def reader() -> CountingReader:
 
 
 @pytest.fixture
-def memory(reader: CountingReader) -> Memory:
-    return Memory(reader, blocks=4)
+def memory(reader: CountingReader) -> RememberedChains:
+    return RememberedChains(reader, blocks=4)
 
 
-async def of(memory: Memory, version: str = "v", size: int = 8, *, chat: bool = False, **fields: object) -> Chains:
+async def of(
+    memory: RememberedChains, version: str = "v", size: int = 8, *, chat: bool = False, **fields: object
+) -> Chains:
     return await memory.chains(
         version, msgspec.json.decode(msgspec.json.encode(fields), type=Asked), chat=chat, block_size=size
     )
 
 
-async def test_a_group_is_read_once(memory: Memory, reader: CountingReader) -> None:
+async def test_a_group_is_read_once(memory: RememberedChains, reader: CountingReader) -> None:
     first = await of(memory, prompt=IDS)
     assert first.first == tuple(block_hashes("v", IDS, 8, 4))
     assert (first.tokens, first.read, first.weight, first.others) == (32, "ids", 1, ())
@@ -61,24 +63,26 @@ async def test_a_group_is_read_once(memory: Memory, reader: CountingReader) -> N
         {"add_special_tokens": False},
     ],
 )
-async def test_what_changes_the_chains_is_told_apart(memory: Memory, change: dict[str, object]) -> None:
+async def test_what_changes_the_chains_is_told_apart(memory: RememberedChains, change: dict[str, object]) -> None:
     """Also where a reader without a tokenizer would not look at it."""
     known = await of(memory, prompt=IDS)
     asked = {"prompt": IDS, **change}
     found = await of(memory, **asked)  # type: ignore[arg-type]
     assert found is not known
-    fresh = await of(Memory(Reader(None), blocks=4), **asked)  # type: ignore[arg-type]
+    fresh = await of(RememberedChains(Reader(None), blocks=4), **asked)  # type: ignore[arg-type]
     assert found == fresh
 
 
-async def test_a_batch_keeps_its_other_prompts(memory: Memory) -> None:
+async def test_a_batch_keeps_its_other_prompts(memory: RememberedChains) -> None:
     found = await of(memory, prompt=[IDS[:16], IDS[16:32]], n=2)
     assert found.first == tuple(block_hashes("v", IDS[:16], 8, 4))
     assert found.others == (tuple(block_hashes("v", IDS[16:32], 8, 4)),)
     assert (found.weight, found.alike) == (4, 2)
 
 
-async def test_what_is_kept_is_bounded(memory: Memory, reader: CountingReader, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_kept_is_bounded(
+    memory: RememberedChains, reader: CountingReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chains, "KEPT", 2)
     for number in (1, 2, 3):
         await of(memory, prompt=[number] * 16)

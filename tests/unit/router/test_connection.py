@@ -26,10 +26,10 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 LIMIT = 1 << 20
 
 
-async def _ask(server: RawServer, *, request_timeout_s: float = 20.0) -> tuple[int, bytes, int]:
+async def _ask(server: RawServer, within_s: float = 20.0) -> tuple[int, bytes, int]:
     """Status, body, and how many connections were kept."""
-    async with connections(request_timeout_s=request_timeout_s) as pool:
-        with await pool.post(server.url, "/x", [], b"{}") as answer:
+    async with connections() as pool:
+        with await pool.post(server.url, "/x", [], b"{}", within_s) as answer:
             body = await answer.read(LIMIT)
         return answer.status, body, pool.counts(server.url)[1]
 
@@ -59,7 +59,7 @@ async def test_an_answer_that_ends_leaves_its_connection_to_the_next(
 
     async with raw_server(script) as server, connections() as pool:
         for _ in range(2):
-            with await pool.post(server.url, "/x", [], b"{}") as answer:
+            with await pool.post(server.url, "/x", [], b"{}", 20.0) as answer:
                 assert answer.status == status
                 assert await answer.read(LIMIT) == body
         assert pool.counts(server.url) == (1, 1)
@@ -88,7 +88,7 @@ async def test_after_a_surplus_or_a_farewell_the_connection_is_not_used_again(ra
 
     async with raw_server(script) as server, connections() as pool:
         for _ in range(2):
-            with await pool.post(server.url, "/x", [], b"{}") as answer:
+            with await pool.post(server.url, "/x", [], b"{}", 20.0) as answer:
                 assert await answer.read(LIMIT) == body
             assert pool.counts(server.url)[1] == 0
         assert server.accepted == 2
@@ -107,12 +107,12 @@ async def test_what_comes_later_on_an_idle_connection_answers_nothing() -> None:
         await talk.reader.read()
 
     async with raw_server(script) as server, connections() as pool:
-        with await pool.post(server.url, "/x", [], b"{}"):
+        with await pool.post(server.url, "/x", [], b"{}", 20.0):
             pass
         assert pool.counts(server.url) == (1, 1)
         more.set()
         await wait_until(lambda: pool.counts(server.url) == (0, 0), timeout_s=IDLE_S / 2)  # not for its age
-        with await pool.post(server.url, "/x", [], b"{}") as answer:
+        with await pool.post(server.url, "/x", [], b"{}", 20.0) as answer:
             assert await answer.read(LIMIT) == b"hello"
 
 
@@ -228,7 +228,7 @@ async def test_a_reset_does_not_end_an_answer_without_length() -> None:
         talk.reset()
 
     async with raw_server(script) as server, connections() as pool:
-        with await pool.post(server.url, "/x", [], b"{}") as answer:
+        with await pool.post(server.url, "/x", [], b"{}", 20.0) as answer:
             assert await answer.piece() == b"hello"
             proceed.set()
             with pytest.raises(CutShort):
@@ -237,7 +237,7 @@ async def test_a_reset_does_not_end_an_answer_without_length() -> None:
 
 async def test_what_came_before_an_error_is_told_before_it() -> None:
     async with raw_server(answering(CHUNKED + b"5\r\nhello\r\n")) as server, connections() as pool:
-        with await pool.post(server.url, "/x", [], b"{}") as answer:
+        with await pool.post(server.url, "/x", [], b"{}", 20.0) as answer:
             await wait_until(lambda: pool.counts(server.url) == (0, 0))
             assert await answer.piece() == b"hello"
             for _ in range(2):
@@ -257,7 +257,7 @@ async def test_pieces_come_one_by_one_and_then_nothing() -> None:
         await talk.reader.read()
 
     async with raw_server(script) as server, connections() as pool:
-        with await pool.post(server.url, "/x", [], b"{}") as answer:
+        with await pool.post(server.url, "/x", [], b"{}", 20.0) as answer:
             for expected in (b"one", b"two", b""):
                 proceed.release()
                 assert await answer.piece() == expected
@@ -272,11 +272,11 @@ async def test_an_answer_larger_than_its_reader_takes_is_given_up() -> None:
             await talk.say(b"400\r\n" + b"x" * 1024 + b"\r\n")
 
     async with raw_server(script) as server, connections() as pool:
-        with await pool.post(server.url, "/x", [], b"{}") as answer, pytest.raises(TooLarge):
+        with await pool.post(server.url, "/x", [], b"{}", 20.0) as answer, pytest.raises(TooLarge):
             await answer.read(100_000)
         await wait_until(lambda: server.present == 0)
     async with raw_server(answering(PLAIN)) as server, connections() as pool:
-        with await pool.post(server.url, "/x", [], b"{}") as answer, pytest.raises(TooLarge):
+        with await pool.post(server.url, "/x", [], b"{}", 20.0) as answer, pytest.raises(TooLarge):
             await answer.read(4)
 
 
@@ -295,7 +295,7 @@ async def test_a_slow_reader_holds_the_server_up_and_loses_nothing() -> None:
         await talk.say(PLAIN)
 
     async with raw_server(script) as server, connections() as pool:
-        with await pool.post(server.url, "/x", [], b"{}") as answer:
+        with await pool.post(server.url, "/x", [], b"{}", 20.0) as answer:
             before = -1
             while before != said:  # until nothing moves any more
                 before = said
@@ -307,7 +307,7 @@ async def test_a_slow_reader_holds_the_server_up_and_loses_nothing() -> None:
             assert sum(sizes) == 64 << 20
             assert max(sizes) <= AHEAD_BYTES + (256 << 10)  # and what one read brings
         # it is read again when it is used again
-        with await pool.post(server.url, "/x", [], b"{}") as answer:
+        with await pool.post(server.url, "/x", [], b"{}", 20.0) as answer:
             assert await answer.read(LIMIT) == b"hello"
         assert server.accepted == 1
 
@@ -321,7 +321,7 @@ async def test_an_answer_that_takes_too_long_is_given_up(said: bytes) -> None:
 
     async with raw_server(script) as server:
         with pytest.raises(TimedOut):
-            await _ask(server, request_timeout_s=0.2)
+            await _ask(server, 0.2)
         await wait_until(lambda: server.present == 0)
         assert len(server.requests) == 1
 
@@ -336,7 +336,7 @@ async def test_who_stops_waiting_ends_the_connection(said: bytes) -> None:
     async with raw_server(script) as server, connections() as pool:
 
         async def ask() -> None:
-            with await pool.post(server.url, "/x", [], b"{}") as answer:
+            with await pool.post(server.url, "/x", [], b"{}", 20.0) as answer:
                 await answer.read(LIMIT)
 
         asking = asyncio.create_task(ask())
@@ -358,7 +358,7 @@ async def test_a_large_body_arrives_whole_while_others_are_served() -> None:
 
     async with raw_server(script) as server, connections() as pool:
         for _ in range(2):
-            with await pool.post(server.url, "/x", [], body) as answer:
+            with await pool.post(server.url, "/x", [], body, 20.0) as answer:
                 assert await answer.read(LIMIT) == b"hello"
         assert [request.partition(b"\r\n\r\n")[2] for request in server.requests] == [body, body]
         assert server.accepted == 1
@@ -375,7 +375,7 @@ async def test_an_answer_that_comes_early_ends_the_writing() -> None:
 
     stay = asyncio.Event()
     async with raw_server(script) as server, connections() as pool:
-        with await pool.post(server.url, "/x", [], b"x" * (64 << 20)) as answer:
+        with await pool.post(server.url, "/x", [], b"x" * (64 << 20), 20.0) as answer:
             assert (answer.status, await answer.read(LIMIT)) == (400, b"no")
         assert pool.counts(server.url)[1] == 0
         await wait_until(lambda: pool.counts(server.url) == (0, 0))
@@ -388,10 +388,10 @@ async def test_a_server_that_takes_no_more_of_a_body_is_given_up() -> None:
         await stay.wait()
 
     stay = asyncio.Event()
-    async with raw_server(script) as server, connections(request_timeout_s=0.3) as pool:
+    async with raw_server(script) as server, connections() as pool:
         with pytest.raises(TimedOut):
-            await pool.post(server.url, "/x", [], b"x" * (64 << 20))
-        asking = asyncio.create_task(pool.post(server.url, "/x", [], b"x" * (64 << 20)))
+            await pool.post(server.url, "/x", [], b"x" * (64 << 20), 0.3)
+        asking = asyncio.create_task(pool.post(server.url, "/x", [], b"x" * (64 << 20), 20.0))
         await wait_until(lambda: server.accepted == 2)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -20,6 +20,7 @@ from adaptersync.router.connection import (
     CutShort,
     Gone,
     NoRoom,
+    TimedOut,
     Unanswered,
     Unsendable,
 )
@@ -42,7 +43,7 @@ async def test_a_request_is_written_as_it_should_be() -> None:
     async with raw_server(_patient) as server, connections() as pool:
         headers = [(b"X-One", b"1"), (b"x-Two", "é".encode())]
         for url in (server.url, server.url + "/", server.url + "/below/"):
-            with await pool.post(url, "/v1/completions?a=b%20c", headers, b"{}"):
+            with await pool.post(url, "/v1/completions?a=b%20c", headers, b"{}", 20.0):
                 pass
         host = server.url.removeprefix("http://").encode()
         lines = b" HTTP/1.1\r\nhost: " + host + b"\r\nX-One: 1\r\nx-Two: \xc3\xa9\r\ncontent-length: 2\r\n\r\n{}"
@@ -56,7 +57,7 @@ async def test_a_header_with_the_end_of_a_line_in_it_is_not_sent(end: bytes, pla
     header = (b"x" + end + b"y", b"1") if place == "name" else (b"x", b"1" + end + b"evil: yes")
     async with raw_server(_patient) as server, connections() as pool:
         with pytest.raises(Unsendable):
-            await pool.post(server.url, "/x", [header], b"{}")
+            await pool.post(server.url, "/x", [header], b"{}", 20.0)
         assert server.accepted == 0
 
 
@@ -64,7 +65,7 @@ async def test_a_header_with_the_end_of_a_line_in_it_is_not_sent(end: bytes, pla
 async def test_a_target_that_is_none_is_not_sent(target: str) -> None:
     async with raw_server(_patient) as server, connections() as pool:
         with pytest.raises(Unsendable):
-            await pool.post(server.url, target, [], b"{}")
+            await pool.post(server.url, target, [], b"{}", 20.0)
         assert server.accepted == 0
 
 
@@ -76,7 +77,7 @@ async def test_a_target_that_is_none_is_not_sent(target: str) -> None:
 async def test_an_address_that_is_none_is_an_error_of_connecting(url: str) -> None:
     async with connections() as pool:
         with pytest.raises(ConnectFailed) as caught:
-            await pool.post(url, "/x", [], b"{}")
+            await pool.post(url, "/x", [], b"{}", 20.0)
         assert "word" not in str(caught.value)
 
 
@@ -99,7 +100,7 @@ async def test_the_newest_idle_connection_is_taken_and_the_rest_grow_old(monkeyp
     async with raw_server(script) as server, connections() as pool:
 
         async def ask() -> bytes:
-            with await pool.post(server.url, "/x", [], b"{}") as answer:
+            with await pool.post(server.url, "/x", [], b"{}", 20.0) as answer:
                 return await answer.read(LIMIT)
 
         asking = [asyncio.create_task(ask()) for _ in range(3)]
@@ -122,11 +123,11 @@ async def test_the_newest_idle_connection_is_taken_and_the_rest_grow_old(monkeyp
 async def test_one_that_has_been_idle_for_too_long_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although nobody has swept."""
     async with raw_server(_patient) as server, connections() as pool:
-        with await pool.post(server.url, "/x", [], b"{}"):
+        with await pool.post(server.url, "/x", [], b"{}", 20.0):
             pass
         await wait_until(lambda: pool.counts(server.url) == (1, 1))
         monkeypatch.setattr(module, "IDLE_S", 0.0)
-        with await pool.post(server.url, "/x", [], b"{}") as answer:
+        with await pool.post(server.url, "/x", [], b"{}", 20.0) as answer:
             assert await answer.read(LIMIT) == b"hello"
         assert server.accepted == 2
 
@@ -143,7 +144,7 @@ async def test_no_more_are_kept_or_opened_than_allowed(monkeypatch: pytest.Monke
     async with raw_server(script) as server, connections(most=4) as pool:
 
         async def ask() -> bytes:
-            with await pool.post(server.url, "/x", [], b"{}") as answer:
+            with await pool.post(server.url, "/x", [], b"{}", 20.0) as answer:
                 return await answer.read(LIMIT)
 
         asking = [asyncio.create_task(ask()) for _ in range(6)]
@@ -170,7 +171,7 @@ async def test_what_is_asked_on_a_connection_closed_meanwhile_is_asked_anew(rese
 
     async with raw_server(script) as server, connections() as pool:
         for _ in range(2):
-            with await pool.post(server.url, "/x", [], b"{}") as answer:
+            with await pool.post(server.url, "/x", [], b"{}", 20.0) as answer:
                 assert await answer.read(LIMIT) == b"hello"
         assert server.accepted == 2
         assert pool.counts(server.url) == (1, 1)
@@ -179,7 +180,7 @@ async def test_what_is_asked_on_a_connection_closed_meanwhile_is_asked_anew(rese
 async def test_what_was_closed_while_idle_is_not_taken() -> None:
     async with raw_server(answering(PLAIN)) as server, connections() as pool:
         for _ in range(3):
-            with await pool.post(server.url, "/x", [], b"{}") as answer:
+            with await pool.post(server.url, "/x", [], b"{}", 20.0) as answer:
                 assert await answer.read(LIMIT) == b"hello"
             await wait_until(lambda: pool.counts(server.url) == (0, 0))
         assert [len(server.requests), server.accepted] == [3, 3]
@@ -193,10 +194,10 @@ async def test_it_is_asked_anew_only_once_and_not_when_an_answer_had_begun() -> 
             await talk.request()
 
     async with raw_server(silent) as server, connections() as pool:
-        with await pool.post(server.url, "/x", [], b"{}"):
+        with await pool.post(server.url, "/x", [], b"{}", 20.0):
             pass
         with pytest.raises(Unanswered):
-            await pool.post(server.url, "/x", [], b"{}")
+            await pool.post(server.url, "/x", [], b"{}", 20.0)
         assert len(server.requests) == 3
 
     async def begins(talk: Talk) -> None:
@@ -206,10 +207,10 @@ async def test_it_is_asked_anew_only_once_and_not_when_an_answer_had_begun() -> 
         await talk.say(b"H")
 
     async with raw_server(begins) as server, connections() as pool:
-        with await pool.post(server.url, "/x", [], b"{}"):
+        with await pool.post(server.url, "/x", [], b"{}", 20.0):
             pass
         with pytest.raises(CutShort):
-            await pool.post(server.url, "/x", [], b"{}")
+            await pool.post(server.url, "/x", [], b"{}", 20.0)
         assert len(server.requests) == 2
 
 
@@ -223,10 +224,10 @@ async def test_what_ran_for_a_while_is_not_asked_anew(monkeypatch: pytest.Monkey
     """It may be what ended the other side."""
     monkeypatch.setattr(module, "STALE_S", 0.0)
     async with raw_server(_answers_once) as server, connections() as pool:
-        with await pool.post(server.url, "/x", [], b"{}"):
+        with await pool.post(server.url, "/x", [], b"{}", 20.0):
             pass
         with pytest.raises(Unanswered) as caught:
-            await pool.post(server.url, "/x", [], b"{}")
+            await pool.post(server.url, "/x", [], b"{}", 20.0)
         assert not isinstance(caught.value, Gone)  # nobody has looked
         assert (server.accepted, len(server.requests)) == (1, 2)
 
@@ -237,10 +238,10 @@ async def test_what_was_asked_and_then_nobody_was_there_is_not_as_if_nothing_was
         talk.server.leave()
 
     async with raw_server(dies) as server, connections() as pool:
-        with await pool.post(server.url, "/x", [], b"{}"):
+        with await pool.post(server.url, "/x", [], b"{}", 20.0):
             pass
         with pytest.raises(Gone):
-            await pool.post(server.url, "/x", [], b"{}")
+            await pool.post(server.url, "/x", [], b"{}", 20.0)
         assert pool.counts(server.url) == (0, 0)
 
 
@@ -252,7 +253,7 @@ async def test_want_of_room_on_this_side_is_another_error(number: int, monkeypat
     async with raw_server(_patient) as server, connections() as pool:
         monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", fails)
         with pytest.raises(NoRoom, match="no room"):
-            await pool.post(server.url, "/x", [], b"{}")
+            await pool.post(server.url, "/x", [], b"{}", 20.0)
         assert pool.counts(server.url) == (0, 0)
 
 
@@ -260,11 +261,11 @@ async def test_nobody_there() -> None:
     async with connections() as pool:
         url = f"http://127.0.0.1:{free_port()}"
         with pytest.raises(ConnectFailed) as caught:
-            await pool.post(url, "/x", [], b"{}")
+            await pool.post(url, "/x", [], b"{}", 20.0)
         assert not isinstance(caught.value, ConnectTimedOut)
         assert pool.counts(url) == (0, 0)
         with pytest.raises(ConnectFailed):
-            await pool.post("http://nobody.invalid", "/x", [], b"{}")
+            await pool.post("http://nobody.invalid", "/x", [], b"{}", 20.0)
 
 
 async def test_connecting_has_its_time_and_can_be_given_up() -> None:
@@ -275,9 +276,11 @@ async def test_connecting_has_its_time_and_can_be_given_up() -> None:
     async with raw_server(mute) as server, connections(connect_timeout_s=0.2) as pool:
         url = server.url.replace("http:", "https:")
         with pytest.raises(ConnectTimedOut):
-            await pool.post(url, "/x", [], b"{}")
-        asking = asyncio.create_task(pool.post(url, "/x", [], b"{}"))
-        await wait_until(lambda: server.accepted == 2)
+            await pool.post(url, "/x", [], b"{}", 20.0)
+        with pytest.raises(TimedOut):  # which says nothing of the other side
+            await pool.post(url, "/x", [], b"{}", 0.1)
+        asking = asyncio.create_task(pool.post(url, "/x", [], b"{}", 20.0))
+        await wait_until(lambda: server.accepted == 3)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
@@ -288,7 +291,7 @@ async def test_connecting_has_its_time_and_can_be_given_up() -> None:
 async def test_a_cancellation_at_any_moment_leaves_nothing_open() -> None:
     async with raw_server(_patient) as server, connections() as pool:
         for steps in range(12):
-            asking = asyncio.create_task(pool.post(server.url, "/x", [], b"{}"))
+            asking = asyncio.create_task(pool.post(server.url, "/x", [], b"{}", 20.0))
             for _ in range(steps):
                 await asyncio.sleep(0)
             if not asking.cancel():
@@ -309,7 +312,7 @@ async def test_closing_waits_for_what_is_in_flight() -> None:
         await talk.reader.read()
 
     async with raw_server(script) as server, connections() as pool:
-        asking = asyncio.create_task(pool.post(server.url, "/x", [], b"{}"))
+        asking = asyncio.create_task(pool.post(server.url, "/x", [], b"{}", 20.0))
         await wait_until(lambda: len(server.requests) == 1)
         closing = asyncio.create_task(pool.close())
         gate.set()
@@ -360,14 +363,14 @@ async def test_a_replica_behind_tls(certificate: Path, no_blocking: BlockBuster)
     body = b"y" * 3_000_000
     async with raw_server(script, tls=server_tls) as server, connections(tls=client_tls) as pool:
         for _ in range(3):
-            with await pool.post(server.url, "/x", [], body) as answer:
+            with await pool.post(server.url, "/x", [], body, 20.0) as answer:
                 read = 0
                 while piece := await answer.piece():
                     read += len(piece)
                 assert read == 4_000_000
         assert server.accepted == 1
         assert server.requests[0].endswith(body)
-        asking = asyncio.create_task(pool.post(server.url, "/x", [], body))
+        asking = asyncio.create_task(pool.post(server.url, "/x", [], body, 20.0))
         await asyncio.sleep(0)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -378,6 +381,15 @@ async def test_a_replica_behind_tls(certificate: Path, no_blocking: BlockBuster)
 async def test_a_certificate_nobody_vouches_for_is_not_taken(certificate: Path) -> None:
     async with raw_server(_patient, tls=_server_tls(certificate)) as server, connections() as pool:
         with pytest.raises(ConnectFailed, match="certificate"):
-            await pool.post(server.url, "/x", [], b"{}")
+            await pool.post(server.url, "/x", [], b"{}", 20.0)
         assert server.requests == []
         assert pool.counts(server.url) == (0, 0)
+
+
+async def test_what_has_no_time_left_is_not_asked() -> None:
+    async with raw_server(_patient) as server, connections() as pool:
+        with await pool.post(server.url, "/x", [], b"{}", 20.0) as answer:
+            await answer.read(100)
+        with pytest.raises(TimedOut):
+            await pool.post(server.url, "/x", [], b"{}", 0.0)
+        assert (len(server.requests), pool.counts(server.url)) == (1, (1, 1))

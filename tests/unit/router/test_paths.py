@@ -78,7 +78,7 @@ async def test_engines_are_not_changed_through_the_router(client: Client, path: 
         (b"POST /both HTTP/1.1\r\ncontent-length: 99999999\r\n\r\n", 413, "invalid_request_error"),
         (b"POST /both HTTP/1.1\r\ncontent-encoding: br\r\n\r\n", 415, "invalid_request_error"),
         (b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\n\r\n", 431, "invalid_request_error"),
-        (b"GET / HTTP/2.0\r\n\r\n", 505, "api_error"),
+        (b"GET / HTTP/2.0\r\n\r\n", 505, "invalid_request_error"),
     ],
 )
 async def test_what_did_not_arrive_as_it_should_is_said_as_clients_know_it(

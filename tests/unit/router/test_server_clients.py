@@ -117,6 +117,56 @@ async def test_who_goes_on_sending_for_long_after_a_refusal_is_cut(hurried: None
 # handlers that fail, clients that leave
 
 
+@pytest.mark.parametrize("line", [b"GET /wait HTTP/1.1\r\n\r\n", b"GET /wait HTTP/1.0\r\n\r\n"])
+@on_both_loops
+async def test_who_has_said_all_gets_every_answer_and_then_the_end(line: bytes) -> None:
+    """As `nc -N` does, and tools of HTTP/1.0."""
+    many = 1 if b"1.0" in line else 3
+    async with listening() as place:
+        client = await place.client()
+        client.say(line * many)
+        client.writer.write_eof()
+        await wait_until(lambda: place.served.seen)
+        await asyncio.sleep(0.3)
+        assert (place.served.in_flight, place.served.cancelled) == (1, 0)
+        place.served.gate.set()
+        if many > 1:
+            assert (await client.answer()).status == 100
+        gots = [await client.answer() for _ in range(many)]
+        assert [(got.status, got.target) for got in gots] == [(200, "/wait")] * many
+        assert [got.headers.get("connection") for got in gots] == [None] * (many - 1) + ["close"]
+        assert await client.ended() == b""
+        await wait_until(lambda: not place.server.connections)
+
+
+@on_both_loops
+async def test_who_has_said_all_gets_a_stream_to_its_end() -> None:
+    """The zero before the second length asks whether anybody is there."""
+    async with listening() as place:
+        client = await place.client()
+        client.say(b"GET /stream HTTP/1.1\r\n\r\n")
+        place.served.pieces.release()
+        assert b"200 OK" in await client.reader.readuntil(b"one \r\n")
+        client.writer.write_eof()
+        await asyncio.sleep(0.1)
+        place.served.pieces.release()
+        place.served.pieces.release()
+        assert await client.ended() == b"04\r\ntwo \r\n5\r\nthree\r\n0\r\n\r\n"
+
+
+@on_both_loops
+async def test_half_a_request_after_a_whole_one_is_left_when_nothing_more_is_said() -> None:
+    async with listening() as place:
+        client = await place.client()
+        client.say(WAIT + PARTIAL)
+        client.writer.write_eof()
+        await wait_until(lambda: place.served.seen)
+        assert (await client.answer()).status == 100
+        place.served.gate.set()
+        assert (await client.answer()).status == 200
+        assert await client.ended() == b""
+
+
 @on_both_loops
 async def test_a_handler_that_fails_is_a_500_and_the_connection_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     async with listening() as place:

@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from support.wait import wait_until_sync
 
 PROGRAM = """
 import asyncio, contextlib, logging, os, signal, sys
-from adaptersync.router.workers import run
+from adaptersync.router import workers
 from adaptersync_core.errors import ConfigError
 
 async def work(shares, worker):
@@ -36,8 +38,10 @@ async def work(shares, worker):
 
 if "ignore" in sys.argv:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+if "quick" in sys.argv:
+    workers.BEAT_S = 0.2
 logging.basicConfig(format="%(message)s")
-run(work, int(sys.argv[1]))
+workers.run(work, int(sys.argv[1]))
 """
 
 
@@ -91,6 +95,64 @@ def test_who_dies_is_replaced_and_finds_what_it_had_left(how: tuple[str, ...]) -
         assert it.process.stderr.read().splitlines() == [
             f"worker 1 (process {pids['1']}) ended: SIGKILL; another takes its place"
         ]
+
+
+@contextlib.contextmanager
+def _frozen(pid: int) -> Iterator[None]:
+    """For 20 s at most, then it is killed here."""
+    late = threading.Timer(20.0, os.kill, (pid, signal.SIGKILL))
+    os.kill(pid, signal.SIGSTOP)
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+
+
+def test_who_is_frozen_is_replaced_and_nobody_else() -> None:
+    with running(2, "quick") as it:
+        pids = it.began(2)
+        with _frozen(pids["1"]):
+            line = it.line()
+        assert line[:2] == ["began", "1"]
+        assert not _runs(pids["1"])
+        it.process.send_signal(signal.SIGTERM)
+        assert sorted(it.rest()) == [["ended", "0", str(pids["0"])], ["ended", "1", line[2]]]
+        assert it.process.wait(10.0) == 0
+        assert it.process.stderr is not None
+        assert it.process.stderr.read().splitlines() == [
+            f"worker 1 (process {pids['1']}) shows no sign of life: it is killed",
+            f"worker 1 (process {pids['1']}) ended: SIGKILL; another takes its place",
+        ]
+
+
+def test_who_is_frozen_does_not_keep_the_router_from_ending() -> None:
+    with running(2, "quick") as it:
+        pids = it.began(2)
+        with _frozen(pids["1"]):
+            it.process.send_signal(signal.SIGTERM)
+            assert it.rest() == [["ended", "0", str(pids["0"])]]
+        assert it.process.wait(10.0) == 0
+        assert it.process.stderr is not None
+        assert it.process.stderr.read().splitlines() == [
+            f"worker 1 (process {pids['1']}) shows no sign of life: it is killed"
+        ]
+
+
+def test_who_was_frozen_together_with_its_parent_goes_on() -> None:
+    with running(2, "quick") as it:
+        pids = it.began(2)
+        everybody = [it.process.pid, *pids.values()]
+        for pid in everybody:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(2.0)  # twice as long as one alone may be
+        for pid in everybody:  # the parent first, which looks before they can show anything
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.1)
+        time.sleep(1.0)
+        it.process.send_signal(signal.SIGTERM)
+        assert {line[1]: int(line[2]) for line in it.rest() if line[0] == "ended"} == pids
+        assert it.process.wait(10.0) == 0
 
 
 @pytest.mark.parametrize(("workers", "how"), [(1, signal.SIGTERM), (3, signal.SIGTERM), (3, signal.SIGINT)])
@@ -207,13 +269,31 @@ def test_a_share_has_its_bounds(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_port_is_reserved_for_workers_and_stays_theirs() -> None:
-    with reserved("127.0.0.1", 0) as port:
+    with reserved("127.0.0.1", 0) as (port, _):
         assert port
         with socket.socket() as worker, socket.socket() as stranger:
             worker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             worker.bind(("127.0.0.1", port))
             with pytest.raises(OSError, match="in use"):
                 stranger.bind(("127.0.0.1", port))
+
+
+def test_a_port_is_no_other_routers_before_and_while_somebody_listens() -> None:
+    with reserved("127.0.0.1", 0) as ours:
+        complaint = "another router of this host has the port"
+        with pytest.raises(ConfigError, match=complaint) as raised, reserved("127.0.0.1", ours.port):
+            pass
+        assert raised.value.ids == {"key": "router.port", "value": ours.port}
+        with socket.socket() as worker:
+            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+                worker.setsockopt(socket.SOL_SOCKET, option, 1)
+            worker.bind(("127.0.0.1", ours.port))
+            worker.listen()
+            for host in ("127.0.0.1", "0.0.0.0"):  # noqa: S104
+                with pytest.raises(ConfigError, match="in use"), reserved(host, ours.port):
+                    pass
+    with reserved("127.0.0.1", ours.port) as again:
+        assert again.port == ours.port
 
 
 def test_a_port_that_is_taken_is_an_error_of_ours() -> None:

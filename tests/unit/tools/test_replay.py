@@ -83,6 +83,33 @@ def test_who_had_failed_or_was_not_there_is_no_candidate() -> None:
     assert presence.candidates(row("d", 500.0, replica="r1", tried="r1 unreachable")) == ["r1", "r2"]
 
 
+def test_ranks_are_candidates_each_for_itself_and_fail_together() -> None:
+    presence = Presence()
+    for rank in (10, 2):
+        presence.read(row("a", 0.0, replica="r1", rank=rank))
+    presence.read(row("b", 0.0, replica="r2"))
+    presence.read(row("c", 0.0, replica="r10", rank=0))
+    assert presence.candidates(row("d", 1.0, replica="r2")) == ["r1/2", "r1/10", "r10/0", "r2"]
+    assert presence.candidates(row("d", 1.0, replica="r2", tried="r1 unreachable")) == ["r10/0", "r2"]
+
+
+def test_what_was_cached_at_one_rank_was_not_at_another() -> None:
+    """The prompt of the first rank comes again, at the second: by the rule it would have stayed."""
+    first = row("a", 10.0, rank=0, blocks=4, chain="00000000000000a4", routing="cold", owned_blocks=0)
+    other = row("b", 11.0, rank=1, blocks=4, chain="00000000000000b4", routing="cold", owned_blocks=0)
+    again = row("c", 12.0, rank=1, blocks=4, chain="00000000000000a4", routing="spill", owned_blocks=0)
+    stays = row("d", 13.0, rank=1, blocks=4, chain="00000000000000b4", routing="affinity", owned_blocks=4)
+    presence, rows = Presence(), [first, other, again, stays]
+    for each in rows:
+        presence.read(each)
+    made = Replay(presence, ("threshold",), spill=8)
+    for each in rows:
+        made.read(each)
+    recorded, anew = made.figures()
+    assert (recorded.warm_percent, anew.warm_percent) == (25.0, 50.0)
+    assert anew.elsewhere >= 1
+
+
 def test_prompts_meet_where_they_part_and_not_in_their_template() -> None:
     """A prompt of 8 blocks, itself again, and one of 12 that goes on from it; all chosen anew."""
     first = row("a", 10.0, blocks=8, boilerplate=0, chain="00000000000000a8", routing="cold", owned_blocks=0)

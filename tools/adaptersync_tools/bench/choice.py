@@ -16,11 +16,11 @@ import msgspec
 from msgspec import Struct
 
 from adaptersync.router.asked import Asked
-from adaptersync.router.ownership import Ownership
+from adaptersync.router.ownership import Arrival, Ownership
 from adaptersync.router.policy import Policy
 from adaptersync.router.prompts import Reader
 from adaptersync_core.blocks import block_hashes
-from adaptersync_core.config import RouterSection
+from adaptersync_core.config import GroupSection, RouterSection
 from adaptersync_core.keys import Keys
 from adaptersync_core.pipe import Pipe
 from adaptersync_core.redis import RedisClient
@@ -56,7 +56,7 @@ class Settings(Struct, frozen=True, kw_only=True):
 
     blocks: int = 10_000_000
     prompts: int = 40
-    policy: Policy = RouterSection().policy
+    policy: Policy = GroupSection().policy
 
 
 class ChoiceResult(Result, frozen=True, kw_only=True):
@@ -73,7 +73,7 @@ def run(settings: Settings, directory: Path, progress: Progress) -> ChoiceResult
 class _Bench:
     def __init__(self, settings: Settings, url: str, progress: Progress) -> None:
         self._settings = settings
-        self._router = RouterSection()
+        self._group = GroupSection()
         self._progress = progress
         self._client = RedisClient(url, name="bench", timeout_s=60.0)
         self._pipe = Pipe(url, name="bench-router", timeout_s=5.0)
@@ -83,8 +83,8 @@ class _Bench:
             self._keys,
             router="router-0",
             policy=settings.policy,
-            spill=self._router.spill,
-            blocks_per_version=self._router.blocks_per_version,
+            spill=RouterSection().spill,
+            blocks_per_version=self._group.blocks_per_version,
         )
         self._chance = random.Random(0)  # noqa: S311 (prompts, not secrets)
         self._figures: list[Figure] = []
@@ -122,7 +122,7 @@ class _Bench:
         )
 
     async def _choices(self, name: str, version: str, tokens: int, replicas: int) -> None:
-        candidates = [f"replica-{number}" for number in range(replicas)]
+        candidates = tuple(f"replica-{number}" for number in range(replicas))
         first: list[float] = []
         again: list[float] = []
         for _ in range(self._settings.prompts):
@@ -130,7 +130,13 @@ class _Bench:
             for found in (first, again):
                 await self._client.command("SLOWLOG", "RESET")
                 choice = await self._ownership.choose(
-                    version, hashes, candidates, int(hashes[-1][:7], 16), block_size=BLOCK_SIZE
+                    Arrival(
+                        version=version,
+                        hashes=hashes,
+                        candidates=candidates,
+                        turn=int(hashes[-1][:7], 16),
+                        block_size=BLOCK_SIZE,
+                    )
                 )
                 if choice.outcome == "local":
                     raise TimeoutError(f"the server did not decide: {name}")
@@ -146,7 +152,7 @@ class _Bench:
 
     async def _fill(self) -> None:
         """Tables as full as they may be: `full-0` and others."""
-        limit, made = self._router.blocks_per_version, 0
+        limit, made = self._group.blocks_per_version, 0
         while made < self._settings.blocks:
             self._progress.waiting(f"{made / 1e6:.1f} of {self._settings.blocks / 1e6:g} million blocks")
             key = self._keys.owned(f"full-{made // limit}")
@@ -157,14 +163,14 @@ class _Bench:
     def _router_side(self) -> None:
         """Reading a prompt and hashing its blocks, in this process's time."""
         reader = Reader(None)
-        limit = self._router.blocks_per_request * BLOCK_SIZE
+        limit = self._group.blocks_per_request * BLOCK_SIZE
         for tokens in TOKENS:
             asked = Asked(prompt=msgspec.Raw(msgspec.json.encode(self._prompt(tokens))))
             samples = []
             for _ in range(self._settings.prompts):
                 began = time.process_time()
                 looked = reader.read_now(asked, chat=False, limit=limit).first
-                block_hashes("bench", looked.tokens, BLOCK_SIZE, self._router.blocks_per_request)
+                block_hashes("bench", looked.tokens, BLOCK_SIZE, self._group.blocks_per_request)
                 samples.append(time.process_time() - began)
             self._figures.append(Figure.of(f"router: {tokens} tokens read and hashed", samples))
         reader.close()
@@ -172,5 +178,5 @@ class _Bench:
     def _prompt(self, tokens: int) -> list[int]:
         return [self._chance.randrange(VOCABULARY) for _ in range(tokens)]
 
-    def _hashes(self, version: str, prompt: Sequence[int]) -> list[str]:
-        return block_hashes(version, prompt, BLOCK_SIZE, self._router.blocks_per_request)
+    def _hashes(self, version: str, prompt: Sequence[int]) -> tuple[str, ...]:
+        return tuple(block_hashes(version, prompt, BLOCK_SIZE, self._group.blocks_per_request))

@@ -335,7 +335,7 @@ def policy(as_json: bool, requests: int, rounds: int, spill: int) -> int:
     type=click.Choice(("promise", "expected", "threshold")),
     default="promise",
     show_default=True,
-    help="As the setting router.policy.",
+    help="As the setting group.policy.",
 )
 @keep_option
 def choice(as_json: bool, blocks: int, prompts: int, policy: Policy, keep: Path | None) -> int:

@@ -44,7 +44,7 @@ def coordinator(config_path: Path | None, name: str | None) -> None:
 
 @click.command()
 @config_option
-@click.option("--name", help="This router's name; any number may run.")
+@click.option("--name", help="This router's name; any number may run, each at a port of its own.")
 @click.option("--host", help="Address to listen on.")
 @click.option("--port", type=int, help="Port to listen on.")
 @click.option("--workers", type=int, help="Processes that share the port.")

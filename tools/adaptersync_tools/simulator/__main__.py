@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         help="binds if it has a * or is ipc, else connects, as vLLM does",
     )
     add("--kv-replay-endpoint")
+    add("--data-parallel-size", type=int, default=1, help="engines behind one server, chosen by X-data-parallel-rank")
     add("--kv-events-topic", default="")
     add(
         "--latency",
@@ -89,6 +90,7 @@ def _config(options: argparse.Namespace) -> SimulatorConfig:
         ),
         latency=msgspec.json.decode(options.latency, type=Latency),
         kv_events=kv_events,
+        ranks=options.data_parallel_size,
         token_file=options.token_file,
         worker_extension_cls=options.worker_extension_cls,
         dev_mode=not options.no_dev_mode,

@@ -20,17 +20,19 @@ from aiohttp import web
 
 from adaptersync.engine import door
 from adaptersync_tools.simulator import answers, metrics, requests, workers
-from adaptersync_tools.simulator.engine import Engine, EngineConfig, Running
+from adaptersync_tools.simulator.engine import EngineConfig, Running
 from adaptersync_tools.simulator.errors import EngineDead, Refused, invalid_body
 from adaptersync_tools.simulator.faults import Faults
-from adaptersync_tools.simulator.publisher import Publisher, PublisherConfig
+from adaptersync_tools.simulator.publisher import PublisherConfig
+from adaptersync_tools.simulator.ranks import Ranks
 from adaptersync_tools.simulator.requests import Call, ChatBody, CompletionBody, decode_body
-from adaptersync_tools.simulator.scheduler import Job, Latency, Scheduler
+from adaptersync_tools.simulator.scheduler import Job, Latency
 from adaptersync_tools.simulator.store import Mount
 from adaptersync_tools.simulator.tokenizer import ByteTokenizer, Tokenizer
 
 VLLM_VERSION = "0.32.0"
 _MAX_BODY = 64 * 1024 * 1024
+_RANK_HEADER = "X-data-parallel-rank"
 _TOKEN_HEADER = door.TOKEN_HEADER.decode()
 _encode = msgspec.json.Encoder().encode
 
@@ -72,6 +74,7 @@ class SimulatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     latency: Latency = Latency()
     kv_events: PublisherConfig | None = None
+    ranks: int = 1  # vLLM's --data-parallel-size: engines behind this one server
     dev_mode: bool = True
     token_file: Path | None = None  # with it, our door stands before the server
     worker_extension_cls: str = ""  # vLLM's flag; of classes only our auditor is known
@@ -81,27 +84,23 @@ class SimulatorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Simulator:
-    """One simulated replica. `app` is to be served by whoever made it; `died` is set when it should exit."""
+    """One simulated replica. `app` is to be served by whoever made it; its scheduler's `dead` is set when it should
+    exit. `engine`, `scheduler` and `publisher` are its first rank's."""
 
     def __init__(self, config: SimulatorConfig, tokenizer: Tokenizer | None = None) -> None:
         self.config = config
         self.tokenizer = tokenizer or ByteTokenizer()
         self.faults = Faults()
         self.calls: Counter[str] = Counter()
-        self.engine = Engine(config.engine, config.mount.view() if config.mount else None)
-        self.publisher = Publisher(config.kv_events) if config.kv_events else None
-        self.scheduler = Scheduler(
-            self.engine,
-            config.latency,
-            publish=self.publisher.publish if self.publisher else lambda events: None,
-        )
+        self.ranks = Ranks(config.ranks, config.engine, config.latency, mount=config.mount, kv_events=config.kv_events)
+        self.engine, self.scheduler = self.ranks.engines[0], self.ranks.schedulers[0]
+        self.publisher = self.ranks.publishers[0] if self.ranks.publishers else None
         self.started_at = time.time()
         self.life = secrets.token_hex(8)
         self.app = self._application()
 
     async def close(self) -> None:
-        if self.publisher is not None:
-            await self.publisher.close()
+        await self.ranks.close()
 
     def set_faults(self, change: dict[str, Any]) -> Faults:
         """Change the named faults; raises msgspec.ValidationError for one that does not exist or fit."""
@@ -109,12 +108,7 @@ class Simulator:
         if unknown := change.keys() - known.keys():
             raise msgspec.ValidationError(f"unknown fault: {', '.join(sorted(unknown))}")
         self.faults = msgspec.convert(known | change, Faults)
-        self.engine.faults = self.faults
-        self.scheduler.freeze(self.faults.frozen)
-        if self.publisher is not None and "drop_kv_batches" in change:
-            self.publisher.drop = self.faults.drop_kv_batches
-        if self.faults.die:
-            self.scheduler.die()
+        self.ranks.set_faults(self.faults, drop_kv_batches="drop_kv_batches" in change)
         return self.faults
 
     def _application(self) -> web.Application:
@@ -196,11 +190,11 @@ class Simulator:
         return _json({"server_load": 0})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        text = metrics.render(self.scheduler, started_at=self.started_at)
+        text = metrics.render(self.ranks.schedulers, started_at=self.started_at)
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=1.0.0; charset=utf-8"})
 
     async def _kv_event_sources(self, request: web.Request) -> web.Response:
-        return _json({"0": msgspec.to_builtins(self.publisher.config)} if self.publisher else {})
+        return _json({str(rank): msgspec.to_builtins(each.config) for rank, each in enumerate(self.ranks.publishers)})
 
     async def _models(self, request: web.Request) -> web.Response:
         now, config = int(time.time()), self.engine.config
@@ -222,7 +216,7 @@ class Simulator:
     async def _load(self, name: str, path: str, *, inplace: bool) -> str:
         # A load goes on when its client has gone: vLLM does not cancel it either.
         load = asyncio.ensure_future(
-            self.scheduler.load(
+            self.ranks.load(
                 name, path, inplace=inplace, delay_s=self.faults.delay_load_s, failure=self._ordered_failure()
             )
         )
@@ -239,12 +233,12 @@ class Simulator:
 
     async def _unload_adapter(self, request: web.Request) -> web.Response:
         body = decode_body(await request.read(), request.headers.get("Content-Type", ""), UnloadBody)
-        self.engine.registry.unload(body.lora_name)
+        self.ranks.unload(body.lora_name)
         return _text(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def _unregister_adapter(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        self.engine.registry.unload(name)
+        self.ranks.unload(name)
         return _text(f"Adapter {name} unregistered")
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
@@ -273,18 +267,19 @@ class Simulator:
         jobs = [Job(part, call.id) for part in call.requests]
         if call.stream:
             return await self._stream(request, call, jobs)
+        rank = self.ranks.asked(request.headers.get(_RANK_HEADER))
         if len(jobs) == 1:
-            await self._complete(jobs[0])
+            await self._complete(jobs[0], rank)
         else:
             async with _group() as group:
                 for job in jobs:
-                    group.create_task(self._complete(job))
+                    group.create_task(self._complete(job, rank))
         runs = [_started(job) for job in jobs]
         said, reasons = [job.said for job in jobs], [job.finish_reason for job in jobs]
         return _json(answers.answer(call, runs, said, reasons, self.tokenizer))
 
-    async def _complete(self, job: Job) -> None:
-        async with aclosing(self.scheduler.run(job, stream=False)) as progress:
+    async def _complete(self, job: Job, rank: int | None) -> None:
+        async with aclosing(self.ranks.chosen(rank).run(job, stream=False)) as progress:
             async for _ in progress:
                 pass
 
@@ -296,20 +291,25 @@ class Simulator:
             response.headers["X-Request-Id"] = _request_id(request)
         await response.prepare(request)
         try:
+            rank = self.ranks.asked(request.headers.get(_RANK_HEADER))
             async with _group() as group:
                 for index, job in enumerate(jobs):
-                    group.create_task(self._stream_choice(response, call, index, job))
+                    group.create_task(self._stream_choice(response, call, index, job, rank))
             if call.include_usage:
                 runs, said = [_started(job) for job in jobs], [job.said for job in jobs]
                 await _event(response, answers.usage_chunk(call, runs, said))
         except EngineDead as death:
             await _event(response, Refused(500, "InternalServerError", str(death)).body())
+        except Refused as refusal:
+            await _event(response, refusal.body())
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def _stream_choice(self, response: web.StreamResponse, call: Call, index: int, job: Job) -> None:
+    async def _stream_choice(
+        self, response: web.StreamResponse, call: Call, index: int, job: Job, rank: int | None
+    ) -> None:
         sent = 0
-        async with aclosing(self.scheduler.run(job, stream=True)) as progress:
+        async with aclosing(self.ranks.chosen(rank).run(job, stream=True)) as progress:
             async for said in progress:
                 run = _started(job)
                 if sent == 0:
@@ -351,11 +351,11 @@ class Simulator:
         if mode not in ("abort", "wait", "keep"):
             raise invalid_body("{'type': 'literal_error', 'loc': 'query.mode'}", "query.mode")
         clear = request.query.get("clear_cache", "true").lower() in ("1", "true", "yes", "on")
-        await self.scheduler.pause(mode, clear_cache=clear)
+        await self.ranks.pause(mode, clear_cache=clear)
         return _json({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
-        await self.scheduler.resume()
+        await self.ranks.resume()
         return _json({"status": "resumed"})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
@@ -364,18 +364,18 @@ class Simulator:
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = decode_body(await request.read() or b"{}", "application/json", AbortBody)
-        return _json({"status": "aborted", "aborted": self.scheduler.abort(body.request_ids or None)})
+        return _json({"status": "aborted", "aborted": self.ranks.abort(body.request_ids or None)})
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         await self.scheduler.engine_reached()
-        return _json({"success": self.engine.cache.reset()})
+        return _json({"success": self.ranks.reset()})
 
     async def _collective_rpc(self, request: web.Request) -> web.Response:
         body = decode_body(await request.read(), "application/json", workers.Call)
         if body.method is None:
             raise Refused(400, "Bad Request", "Missing 'method' in request body")
         await self.scheduler.engine_reached()
-        return _json({"results": [workers.answer(self.engine, body, extension=self.config.worker_extension_cls)]})
+        return _json({"results": self.ranks.call(body, extension=self.config.worker_extension_cls)})
 
     async def _identity(self, request: web.Request) -> web.Response:
         adapters = {lora.name: {"number": lora.int_id, "path": lora.path} for lora in self.engine.registry.listed()}
@@ -393,7 +393,7 @@ class Simulator:
                 "prefix_caching_hash_algo": "sha256",
             },
             "parallel_config": {
-                "data_parallel_size": 1,
+                "data_parallel_size": self.config.ranks,
                 "tensor_parallel_size": 1,
                 "pipeline_parallel_size": 1,
                 "worker_extension_cls": self.config.worker_extension_cls,

@@ -1,20 +1,23 @@
 """The Prometheus text of a simulated vLLM, in vLLM 0.32's names and labels. Numbers only; no clock."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from adaptersync_tools.simulator.scheduler import Scheduler
 
 _REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
-def render(scheduler: Scheduler, *, started_at: float) -> str:
-    """`started_at` is the process's start as a unix time: it tells one engine life from the next."""
-    return "\n".join(_lines(scheduler, started_at)) + "\n"
+def render(schedulers: Sequence[Scheduler], *, started_at: float) -> str:
+    """By rank. `started_at` is the process's start as a unix time: it tells one engine life from the next."""
+    lines = ["# TYPE process_start_time_seconds gauge", f"process_start_time_seconds {started_at!r}"]
+    for each in zip(*(_lines(scheduler, rank) for rank, scheduler in enumerate(schedulers)), strict=True):
+        lines += each[:1] if each[0].startswith("#") else each
+    return "\n".join(lines) + "\n"
 
 
-def _lines(scheduler: Scheduler, started_at: float) -> Iterator[str]:
+def _lines(scheduler: Scheduler, rank: int) -> Iterator[str]:
     engine, counts = scheduler.engine, scheduler.counts
-    labels = f'engine="0",model_name="{engine.config.model}"'
+    labels = f'engine="{rank}",model_name="{engine.config.model}"'
 
     def gauge(name: str, value: float, extra: str = "") -> Iterator[str]:
         yield f"# TYPE {name} gauge"
@@ -31,8 +34,6 @@ def _lines(scheduler: Scheduler, started_at: float) -> Iterator[str]:
         yield f"{name}_count{{{labels}}} {float(count)!r}"
         yield f"{name}_sum{{{labels}}} {float(total)!r}"
 
-    yield "# TYPE process_start_time_seconds gauge"
-    yield f"process_start_time_seconds {started_at!r}"
     yield from gauge("vllm:num_requests_running", engine.running)
     yield from gauge("vllm:num_requests_waiting", scheduler.waiting)
     yield "# TYPE vllm:num_requests_waiting_by_reason gauge"
@@ -56,11 +57,11 @@ def _lines(scheduler: Scheduler, started_at: float) -> Iterator[str]:
     yield "# TYPE vllm:request_success_total counter"
     for reason in _REASONS:
         yield (
-            f'vllm:request_success_total{{engine="0",finished_reason="{reason}",'
+            f'vllm:request_success_total{{engine="{rank}",finished_reason="{reason}",'
             f'model_name="{engine.config.model}"}} {float(counts[reason])!r}'
         )
     yield "# TYPE vllm:cache_config_info gauge"
     yield (
         f'vllm:cache_config_info{{block_size="{engine.config.block_size}",enable_prefix_caching="True",'
-        f'engine="0",num_gpu_blocks="{engine.config.num_blocks}",prefix_caching_hash_algo="sha256"}} 1.0'
+        f'engine="{rank}",num_gpu_blocks="{engine.config.num_blocks}",prefix_caching_hash_algo="sha256"}} 1.0'
     )

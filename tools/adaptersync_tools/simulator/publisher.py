@@ -32,13 +32,14 @@ class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Publisher:
-    """Sends batches as they come; `drop` makes the next ones reach only the replay buffer."""
+    """Sends one rank's batches as they come; `drop` makes the next ones reach only the replay buffer."""
 
-    def __init__(self, config: PublisherConfig) -> None:
+    def __init__(self, config: PublisherConfig, rank: int = 0) -> None:
         import zmq
         import zmq.asyncio
 
         self.drop = 0
+        self._rank = rank
         self._topic = config.topic.encode()
         self._sequence = itertools.count()
         self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
@@ -46,7 +47,7 @@ class Publisher:
         self._pub = self._context.socket(zmq.PUB)
         self._pub.setsockopt(zmq.LINGER, 0)
         self._pub.set_hwm(config.hwm)
-        endpoint = config.endpoint
+        endpoint = _of_rank(config.endpoint, rank)
         if "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://")):
             endpoint = _bind(self._pub, endpoint)
         else:
@@ -55,6 +56,7 @@ class Publisher:
         self._serving: asyncio.Task[None] | None = None
         replay_endpoint = config.replay_endpoint
         if replay_endpoint is not None:
+            replay_endpoint = _of_rank(replay_endpoint, rank)
             self._replay = zmq.asyncio.Context.shadow(self._context).socket(zmq.ROUTER)
             self._replay.setsockopt(zmq.LINGER, 0)
             replay_endpoint = _bind(self._replay, replay_endpoint)
@@ -63,7 +65,8 @@ class Publisher:
 
     def publish(self, events: Sequence[kv_wire.KVEvent]) -> None:
         sequence = next(self._sequence).to_bytes(8, "big")
-        payload = kv_wire.encode(kv_wire.KVEventBatch(ts=time.time(), events=list(events), data_parallel_rank=0))
+        batch = kv_wire.KVEventBatch(ts=time.time(), events=list(events), data_parallel_rank=self._rank)
+        payload = kv_wire.encode(batch)
         self._buffer.append((sequence, payload))
         if self.drop > 0:
             self.drop -= 1
@@ -88,6 +91,16 @@ class Publisher:
                 if sequence >= start.rjust(8, b"\0"):
                     await self._replay.send_multipart((client, b"", self._topic, sequence, payload))
             await self._replay.send_multipart((client, b"", b"", _END, b""))
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    """Each rank has the port of the one before and one more; a port that is free anyway stays so."""
+    if rank == 0:
+        return endpoint
+    address, _, port = endpoint.rpartition(":")
+    if not endpoint.startswith("tcp:"):
+        raise ValueError("KV events of several ranks need tcp endpoints")
+    return f"{address}:{int(port) + rank}" if port != "0" else endpoint
 
 
 def _bind(socket: Any, endpoint: str) -> str:

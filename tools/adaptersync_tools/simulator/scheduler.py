@@ -51,7 +51,16 @@ class Job:
 
 
 class Scheduler:
-    def __init__(self, engine: Engine, latency: Latency, *, publish: Callable[[Sequence[KVEvent]], None]) -> None:
+    """Of one engine; `died` is called once when that is dead."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        latency: Latency,
+        *,
+        publish: Callable[[Sequence[KVEvent]], None],
+        died: Callable[[], None] = lambda: None,
+    ) -> None:
         self.engine = engine
         self.latency = latency
         self.counts: Counter[str] = Counter()  # what /metrics reports
@@ -59,6 +68,7 @@ class Scheduler:
         self.dead = asyncio.Event()
         self.paused = False
         self._publish = publish
+        self._died = died
         self._time = asyncio.get_running_loop().time
         self._waiting: list[Job] = []
         self._jobs: set[Job] = set()
@@ -73,6 +83,10 @@ class Scheduler:
     @property
     def frozen(self) -> bool:
         return not self._thawed.is_set()
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._jobs)
 
     @property
     def waiting(self) -> int:
@@ -190,10 +204,13 @@ class Scheduler:
             self._pump()
 
     def die(self) -> None:
+        if self.dead.is_set():
+            return
         self.dead.set()
         self._drained.set()
         for job in self._jobs:
             job.signal.set()
+        self._died()
 
     def _stop_clock(self) -> None:
         if not self.frozen and not self._kept:

@@ -33,7 +33,7 @@ class Taken(Struct, gc=False):
     lost: bool = False
 
 
-class Handed:
+class TakenRows:
     """`left` are rings of routers that are gone: they are looked through, and left for whoever comes next."""
 
     def __init__(self, own: Spool | None, left: Sequence[Spool] = ()) -> None:
@@ -46,7 +46,7 @@ class Handed:
         self._unsure = deque(self._all())  # nobody looked while no router ran here
 
     @classmethod
-    async def at(cls, directory: Path, *, name: str, capacity: int) -> Handed:
+    async def at(cls, directory: Path, *, name: str, capacity: int) -> TakenRows:
         """A ring in `directory`; StoreError when there is no room for it. Without capacity nothing is, nor stays."""
         if not capacity:
             for spool in await asyncio.to_thread(lambda: [*all_left(directory)]):

@@ -1,0 +1,55 @@
+"""Which answers are none, and what is told of them when no other replica is left. Pure.
+
+Asked for a rollout, an engine says 200 with something in it, or what is wrong with the request. Whatever else comes is
+the replica's fault: that it failed; or, from something that listens in an engine's place, a redirect or a success with
+nothing in it.
+"""
+
+from __future__ import annotations
+
+import orjson
+
+from adaptersync_core.errors import Unroutable
+from adaptersync_core.rollouts import Row
+
+FAILED = frozenset({500, 502, 503, 504})  # statuses another replica may do better than
+NOTHING = "replica answered 200 with nothing in it"
+WORDS = 300  # characters of what a replica says that a client is told
+
+
+def fault(status: int) -> str:
+    """What is wrong with an answer of this status, or nothing."""
+    if status in FAILED:
+        return f"replica answered {status}"
+    return f"replica answered {status}, which answers nothing" if 200 < status < 400 else ""
+
+
+def unanswered(row: Row, reason: str, body: bytes, wait_s: float) -> Unroutable:
+    """What the client is told when the last replica's answer is none: its status and its words, in our form.
+
+    One form, with the ids, says where to look whoever has failed; a body as it came may be a page of some proxy.
+    """
+    failed, said = row.status in FAILED, _words(body)
+    return Unroutable(
+        f"no replica could answer: {reason}{said and f': {said}'}",
+        status=row.status if failed else 502,
+        retry_after_s=wait_s or None,
+        next_step="see the replica's log" if failed else "see what listens at the replica's address",
+        request=row.request_id,
+        replica=row.replica,
+        version=row.version,
+    )
+
+
+def _words(body: bytes) -> str:
+    """The message in an error's body, as OpenAI's API and FastAPI have it; else the body's beginning."""
+    said: object
+    try:
+        said = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        said = body[: 4 * WORDS].decode(errors="replace")
+    for name in ("error", "message", "detail"):
+        if isinstance(said, dict) and name in said:
+            said = said[name]
+    text = said if isinstance(said, str) else body[: 4 * WORDS].decode(errors="replace")
+    return " ".join(text.split())[:WORDS]

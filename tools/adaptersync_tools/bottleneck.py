@@ -14,9 +14,9 @@ from typing import Literal
 
 from msgspec import Struct
 
+from adaptersync.coordinator.phases import TRAINER, Rollouts, Share, VersionPhases, shares
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import Served
-from adaptersync_tools.phases import TRAINER, Rollouts, Share, VersionPhases, shares
 
 LEAST = 3  # versions that must say how long the trainer waited
 DOMINANT = 0.4  # of the trainer's time, from which a share limits the run

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from adaptersync_tools import views
+from adaptersync.coordinator import views
 from adaptersync_tools.up import Progress
 
 PIPE_WIDTH = 200  # columns, where there is no terminal to ask

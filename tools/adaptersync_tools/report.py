@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from adaptersync.coordinator.views import duration
 from adaptersync_tools.output import table
 from adaptersync_tools.summary import Summary
-from adaptersync_tools.views import duration
 
 FEW = 6  # entries of a long list that are shown
 

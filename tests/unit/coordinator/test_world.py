@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaptersync.coordinator.protocol import decide
-from adaptersync_tools.waits import waits
+from adaptersync.coordinator.waits import waits
 from support.world import Action, World, apply, calm, coordinate, fleet, new_world
 
 FLEETS = st.builds(

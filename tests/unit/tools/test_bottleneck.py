@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from adaptersync.coordinator.phases import Rollouts
 from adaptersync_core.records import Served
 from adaptersync_tools.bottleneck import LEAST, Figures, figures, judge
-from adaptersync_tools.phases import Rollouts
 from support.artifacts import manifest_of, small_adapter
 
 

@@ -16,6 +16,7 @@ import orjson
 from msgspec.structs import replace
 from rich.text import Text
 
+from adaptersync.coordinator import views, waits
 from adaptersync_core.bus import follow as follow_stream
 from adaptersync_core.errors import ControlError, NameInvalid
 from adaptersync_core.events import PHASES
@@ -24,7 +25,7 @@ from adaptersync_core.records import Fleet
 from adaptersync_core.redis import Entry, RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.rollouts import read_rollouts
-from adaptersync_tools import explain, views, waits
+from adaptersync_tools import explain
 from adaptersync_tools.cli.common import config_option, json_option, settings, visit
 from adaptersync_tools.output import EVENT_STYLES, console, milliseconds, print_json, seconds, state, table
 

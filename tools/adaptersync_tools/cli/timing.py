@@ -10,15 +10,7 @@ import click
 from msgspec import Struct
 from rich.text import Text
 
-from adaptersync_core.errors import NameInvalid
-from adaptersync_core.manifest import Manifest
-from adaptersync_core.records import Served
-from adaptersync_core.registry import Registry
-from adaptersync_core.rollouts import dated
-from adaptersync_tools import bottleneck as limits
-from adaptersync_tools.cli.common import config_option, json_option, settings, visit
-from adaptersync_tools.output import console, print_json, state, table
-from adaptersync_tools.phases import (
+from adaptersync.coordinator.phases import (
     PATH,
     REPLICA,
     RolloutPhases,
@@ -30,7 +22,15 @@ from adaptersync_tools.phases import (
     shares,
     version_phases,
 )
-from adaptersync_tools.views import duration
+from adaptersync.coordinator.views import duration
+from adaptersync_core.errors import NameInvalid
+from adaptersync_core.manifest import Manifest
+from adaptersync_core.records import Served
+from adaptersync_core.registry import Registry
+from adaptersync_core.rollouts import dated
+from adaptersync_tools import bottleneck as limits
+from adaptersync_tools.cli.common import config_option, json_option, settings, visit
+from adaptersync_tools.output import console, print_json, state, table
 
 READ_S = 600.0  # for a ledger of any length
 PAGE = 500  # stream entries of one read

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from adaptersync_tools.waits import waits
+from adaptersync.coordinator.waits import waits
 from support.stories import V, after, ready
 from support.world import World, fleet, name_of
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from adaptersync.coordinator import views
 from adaptersync_core.records import (
     Ack,
     CacheReport,
@@ -17,7 +18,6 @@ from adaptersync_core.records import (
 )
 from adaptersync_core.rollouts import Row
 from adaptersync_core.table import LiveVersion, Member, RunEntry, Table
-from adaptersync_tools import views
 
 NOW = 1000.0
 V1 = "my-run-v1-0123456789ab"

@@ -11,12 +11,12 @@ from types import MappingProxyType
 from msgspec import Struct
 
 from adaptersync.coordinator.membership import slots_of
+from adaptersync.coordinator.waits import WaitView
 from adaptersync_core.keys import TRAINER_ALIVE_S
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import Ack, CacheReport, Fleet, RunRecord, SeenReplica
 from adaptersync_core.rollouts import UNKNOWN, Row
 from adaptersync_core.table import Member, RunEntry
-from adaptersync_tools.waits import WaitView
 
 NOT_TOLD = ("type", "digest", "seq", "published_at", "engine_epoch", "incarnation", "generation")  # in events
 RESIGNED_S = 1e9  # who resigns leaves a lease that ran out when time began

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from adaptersync.coordinator.phases import Rollouts, Told, VersionPhases, shares, version_phases
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.rollouts import OPEN, Row
-from adaptersync_tools.phases import Rollouts, Told, VersionPhases, shares, version_phases
 from support.artifacts import manifest_of, small_adapter
 
 V = "run-v1-0123456789ab"

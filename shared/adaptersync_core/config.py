@@ -98,6 +98,8 @@ class CoordinatorSection(Section, frozen=True, kw_only=True):
     """How long an ejected replica stays out before it may join again."""
     gate: bool = False
     """Promote a version only when an operator admits it, after every replica proved it: adaptersync gate."""
+    metrics_port: int = 0
+    """Where Prometheus reads its figures, at /metrics; each service of a host needs its own. 0: nowhere."""
 
 
 class AgentSection(Section, frozen=True, kw_only=True):
@@ -125,6 +127,8 @@ class AgentSection(Section, frozen=True, kw_only=True):
     kv_events: Literal["auto", "off"] = "auto"
     """Follow what the engine says of its cache, if it does (vLLM's --kv-events-config), so that routers know what is
     warm where. Off, or where it says nothing: what a replica was sent counts as warm there."""
+    metrics_port: int = 0
+    """Where Prometheus reads its figures, at /metrics; each service of a host needs its own. 0: nowhere."""
 
 
 class ProofSection(Section, frozen=True, kw_only=True):
@@ -215,6 +219,17 @@ class TrainerSection(Section, frozen=True, kw_only=True):
 class JobsSection(Section, frozen=True, kw_only=True):
     verify: bool = True
     """Read every promoted version again, off the critical path."""
+    metrics_port: int = 0
+    """Where Prometheus reads its figures, at /metrics; each service of a host needs its own. 0: nowhere."""
+
+
+class TelemetrySection(Section, frozen=True, kw_only=True):
+    metrics_host: str = "127.0.0.1"
+    """Where agents, coordinators and workers that have a metrics_port listen for Prometheus, which needs no password.
+    A router has /metrics at its own address."""
+    traces_url: str = ""
+    """Where spans from publication to first token are sent, as OTLP over HTTP: http://collector:4318/v1/traces. Needs
+    the extra `otel`. Empty: none are made."""
 
 
 class Config(Section, frozen=True, kw_only=True):
@@ -228,6 +243,7 @@ class Config(Section, frozen=True, kw_only=True):
     relay: RelaySection = RelaySection()
     trainer: TrainerSection = TrainerSection()
     jobs: JobsSection = JobsSection()
+    telemetry: TelemetrySection = TelemetrySection()
 
 
 def load_config(
@@ -344,7 +360,7 @@ def _check(config: Config) -> None:
                 continue
             if not math.isfinite(value) or value < 0 or (value == 0 and key.endswith("_s") and key != "session_s"):
                 raise ConfigError("setting must be positive and finite", key=f"{section}.{key}", value=value)
-            if key == "port" and value > 65535:
+            if key in ("port", "metrics_port") and value > 65535:
                 raise ConfigError("setting must be a port, 0 to 65535", key=f"{section}.{key}", value=value)
     for key, url in (("redis.control_url", config.redis.control_url), ("redis.cache_url", config.redis.cache_url)):
         if not _is_redis(url) and (url or key == "redis.control_url"):

@@ -29,7 +29,7 @@ COMMAND_LINE = ("adaptersync_tools.cli", "adaptersync_tools.simulator.agent")
 MAX_LINES = 500
 
 # Beside its own, what a service reads of the settings is what the whole group has alike.
-ALIKE = {"group", "redis", "store"}
+ALIKE = {"group", "redis", "store", "telemetry"}
 SETTINGS = {"agent": {"agent", "proof"}, "coordinator": {"coordinator", "jobs"}, "router": {"router"}}
 
 

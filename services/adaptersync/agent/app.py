@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from adaptersync.agent.engine import Engine
+from adaptersync.agent.figures import TABLE, answered, reported
 from adaptersync.agent.kv_follow import Follower
 from adaptersync.agent.prove import Prover
 from adaptersync.agent.rate import tell_rate
@@ -19,8 +20,9 @@ from adaptersync.agent.staging import Staging
 from adaptersync.agent.token import new_token
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
-from adaptersync_core.errors import AdapterSyncError, EngineUnavailable
+from adaptersync_core.errors import AdapterSyncError, EngineError, EngineUnavailable
 from adaptersync_core.events import REPORTS
+from adaptersync_core.figures import Figures, served
 from adaptersync_core.keys import Keys
 from adaptersync_core.lane import ANSWER_S, FastLane
 from adaptersync_core.lifecycle import run_until_stopped
@@ -65,20 +67,22 @@ async def _stand_beside(config: Config, mount: Reader | None = None) -> None:
             limit=config.group.blocks_per_version,
         )
         agent = Agent(config, Registry(client, keys), vllm, lane, mount, follower if follows else None)
+        metrics = served(agent.figures, host=config.telemetry.metrics_host, port=config.agent.metrics_port)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(
-                    ring_on_events(
-                        agent.bell, config.redis.control_url, keys.events, name=config.agent.name, unless=REPORTS
+            with metrics:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(
+                        ring_on_events(
+                            agent.bell, config.redis.control_url, keys.events, name=config.agent.name, unless=REPORTS
+                        )
                     )
-                )
-                tasks.create_task(agent.observe())
-                tasks.create_task(watch(vllm, agent.recent))
-                if config.group.policy == "expected":
-                    tasks.create_task(tell_rate(vllm, ownership, keys, replica=config.agent.name))
-                if follows:
-                    tasks.create_task(follower.run())
-                await agent.reconcile()
+                    tasks.create_task(agent.observe())
+                    tasks.create_task(watch(vllm, agent.recent))
+                    if config.group.policy == "expected":
+                        tasks.create_task(tell_rate(vllm, ownership, keys, replica=config.agent.name))
+                    if follows:
+                        tasks.create_task(follower.run())
+                    await agent.reconcile()
         finally:
             await agent.leave()
             await agent.close()
@@ -114,6 +118,7 @@ class Agent:
         self._generation = 0
         self.bell = Bell()
         self.recent = Recent()
+        self.figures = Figures("agent", TABLE, {"replica": config.agent.name})
 
     async def observe(self) -> None:
         """Heartbeat: no word from the engine, no word to Redis, and the fleet counts this replica as silent."""
@@ -135,7 +140,11 @@ class Agent:
 
     async def _report(self, *, draining: bool = False) -> None:
         before = self._engine.epoch
-        self._loaded = await self._engine.observe(timeout_s=self._settings.probe_timeout_s)
+        try:
+            self._loaded = await self._engine.observe(timeout_s=self._settings.probe_timeout_s)
+        except EngineError:
+            self.figures.set("engine_reachable", 0)
+            raise
         facts = self._engine.facts
         if facts is None:
             raise EngineUnavailable("engine was not seen yet", engine=self._settings.engine_url)
@@ -159,6 +168,7 @@ class Agent:
         if self._follower:
             self._follower.see(self._engine.epoch, facts.base_model, report.ranks)
         await self._registry.report_replica(self._settings.name, report)
+        reported(self.figures, report)
         if before != self._engine.epoch:
             self._refused.clear()  # another life, another chance
             self.bell.ring()
@@ -255,6 +265,7 @@ class Agent:
             fault = "replica" if error.own_fault else "version"
             ack = Ack(accepted=False, engine_epoch=epoch, reason=str(error), phases=phases, fault=fault)
         await self._registry.ack(self._settings.name, name, ack)
+        answered(self.figures, ack)
         if ack.accepted:
             self._refused.pop(name, None)
             log.info("holds %s: %s", name, " ".join(f"{phase}={spent:.3f}" for phase, spent in phases.items()))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from adaptersync.coordinator.figures import OF_THE_FLEET, TABLE, decided, tell
 from adaptersync.coordinator.journal import Entry, Journal, Recollection, intent, outcome, remember
 from adaptersync.coordinator.protocol import decide
 from adaptersync.coordinator.recovery import (
@@ -26,6 +27,7 @@ from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, Conflict, ControlError, Fenced, StoreGone
 from adaptersync_core.events import VersionPromoted
+from adaptersync_core.figures import Figures, served
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.queue import enqueue_verification
@@ -51,25 +53,29 @@ def run_coordinator(config: Config) -> None:
 async def _coordinate(config: Config) -> None:
     keys = Keys(config.group.name)
     client = RedisClient(config.redis.control_url, name=config.coordinator.name)
-    coordinator = Coordinator(config, Registry(client, keys))
+    figures = Figures("coordinator", TABLE, {"coordinator": config.coordinator.name})
+    coordinator = Coordinator(config, Registry(client, keys), figures)
     bell = Bell()
     said = ""
     try:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(ring_on_events(bell, config.redis.control_url, keys.events, name=config.coordinator.name))
-            while True:
-                try:
-                    await coordinator.work()
-                    said = ""
-                except AdapterSyncError as error:  # whatever it is, somebody can mend it while this one waits
-                    if str(error) != said:  # once, not every tick until a mount is back
-                        log.warning("will try again: %s", error)
-                    said = str(error)
-                    if not error.retryable and not isinstance(error, Fenced):
-                        # who cannot decide does not lead: status says so, and another may be able to
-                        await coordinator.give_up()
-                        await asyncio.sleep(config.coordinator.lease_s)  # or each try would be told as an election
-                await bell.wait(config.coordinator.tick_s)
+        with served(figures, host=config.telemetry.metrics_host, port=config.coordinator.metrics_port):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(
+                    ring_on_events(bell, config.redis.control_url, keys.events, name=config.coordinator.name)
+                )
+                while True:
+                    try:
+                        await coordinator.work()
+                        said = ""
+                    except AdapterSyncError as error:  # whatever it is, somebody can mend it while this one waits
+                        if str(error) != said:  # once, not every tick until a mount is back
+                            log.warning("will try again: %s", error)
+                        said = str(error)
+                        if not error.retryable and not isinstance(error, Fenced):
+                            # who cannot decide does not lead: status says so, and another may be able to
+                            await coordinator.give_up()
+                            await asyncio.sleep(config.coordinator.lease_s)  # or each try would be told as an election
+                    await bell.wait(config.coordinator.tick_s)
     finally:
         await coordinator.resign()
         await client.close()
@@ -78,9 +84,10 @@ async def _coordinate(config: Config) -> None:
 class Coordinator:
     """One candidate for leadership. What it knows is good for one term, which ends when it is unsure what it wrote."""
 
-    def __init__(self, config: Config, registry: Registry) -> None:
+    def __init__(self, config: Config, registry: Registry, figures: Figures | None = None) -> None:
         self._config = config
         self._registry = registry
+        self._figures = figures or Figures("coordinator", TABLE)
         self._journal = Journal(Path(config.store.path), config.group.name)
         self._store = ArtifactStore(Path(config.store.path))
         self._at_home = False
@@ -101,9 +108,13 @@ class Coordinator:
                     self._at_home = True
                 lease = await self._lead()
                 if lease is None or not await self._decide_once(lease):
+                    self._figures.since("looked_seconds", 0.0)
                     return
         except StoreGone:
             await self.give_up()
+            raise
+        except AdapterSyncError:
+            self._leads(False)  # as far as it knows
             raise
         log.error("still deciding after %d rounds", ROUNDS)
 
@@ -111,6 +122,7 @@ class Coordinator:
         """End the term: another may lead at once, or this one in another term."""
         await self.resign()
         self._lease = None
+        self._leads(False)
         self._another_term()
 
     async def resign(self) -> None:
@@ -127,10 +139,17 @@ class Coordinator:
             log.info("leads with token %d" if lease.token else "%s leads", lease.token or lease.leader)
         if not lease.token:
             self._lease = None
+            self._leads(False)
             self._another_term()  # who leads now writes on
             return None
         self._lease = lease
+        self._leads(True)
         return lease
+
+    def _leads(self, leads: bool) -> None:
+        self._figures.set("leading", leads)
+        if not leads:
+            self._figures.forget(*OF_THE_FLEET)
 
     def _another_term(self) -> None:
         self._known = None
@@ -162,6 +181,7 @@ class Coordinator:
         if decision is None and first:
             decision = renewed(fleet, known.fates)
         if decision is None:
+            tell(self._figures, fleet, self._config)
             return False
         decision = replace(decision, table=replace(decision.table, incarnation=lease.incarnation))
         return await self._carry_out(decision, fleet, lease)
@@ -179,6 +199,7 @@ class Coordinator:
             self._another_term()  # committed or not, nobody knows: it must not be mistaken for another decision
             raise
         await self._note(outcome(decision, fleet.runs))
+        decided(self._figures, decision.events)
         for event in decision.events:
             log.info("%s", event)
         await self._follow_up(decision)

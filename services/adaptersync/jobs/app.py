@@ -20,8 +20,10 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.utils import now
 
+from adaptersync.jobs.figures import JobFigures
 from adaptersync_core.config import Config, as_text, variable
 from adaptersync_core.errors import ControlError
+from adaptersync_core.figures import served
 from adaptersync_core.queue import VERIFY, queue_name
 from adaptersync_core.redis import rq_connection, translated
 from adaptersync_core.telemetry import configure_logging
@@ -93,7 +95,8 @@ def run_worker(config: Config) -> None:
             maintenance_interval=MAINTENANCE_S,
         )
         log.info("working on %s", queue.name)
-        worker.work(logging_level="WARNING")
+        with served(JobFigures(config), host=config.telemetry.metrics_host, port=config.jobs.metrics_port):
+            worker.work(logging_level="WARNING")
 
 
 def environment(config: Config) -> dict[str, str]:

@@ -95,6 +95,10 @@ class Ledger:
         return self._spool.used
 
     @property
+    def spool_limit(self) -> int:
+        return self._spool.capacity
+
+    @property
     def full(self) -> bool:
         """Whether a request more can be recorded: its end must fit as well, and the end of every other that runs."""
         return self._spool.free < (len(self._opened) + 2) * RECORD_BYTES

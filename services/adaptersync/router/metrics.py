@@ -56,8 +56,11 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...], Callable[[Iterable[float]], flo
     "table_age_seconds": ("Time since the table was last read", (), max),
     "ledger_waiting": ("Ledger rows not yet written", (), sum),
     "ledger_spool_bytes": ("Bytes of the spool that rows take", (), sum),
+    "ledger_spool_limit_bytes": ("Bytes that rows may take there", (), sum),
     "cache_reachable": ("1 when prefix ownership can be asked for", (), min),
 }
+
+IMBALANCE = "Most sequences of this router at one ready replica, over their mean; 1 when all have as many"
 
 
 class Histogram(Struct):
@@ -167,11 +170,7 @@ class _Sum(Collector):
             for values, counts in self._by_labels("gauges", name):
                 gauge.add_metric(values, merge(counts))
             yield gauge
-        yield GaugeMetricFamily(
-            PREFIX + "imbalance",
-            "Most sequences of this router at one ready replica, over their mean; 1 when all have as many",
-            value=self._imbalance(),
-        )
+        yield GaugeMetricFamily(PREFIX + "imbalance", IMBALANCE, value=self._imbalance())
 
     def _imbalance(self) -> float:
         ready = {labels for labels, told in self._by_labels("gauges", "ready") if min(told)}

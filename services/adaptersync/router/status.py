@@ -166,6 +166,7 @@ class Status:
         metrics.gauge("table_age_seconds", view.age_s())
         metrics.gauge("ledger_waiting", ledger.waiting)
         metrics.gauge("ledger_spool_bytes", ledger.spool_used)
+        metrics.gauge("ledger_spool_limit_bytes", ledger.spool_limit)
         metrics.gauge("cache_reachable", self._ownership.reachable)
 
     def _in_flight(self, replica: str) -> int:

@@ -26,6 +26,7 @@ NAMES = {
     "ledger_lost": "counter",
     "ledger_rewritten": "counter",
     "ledger_spool_bytes": "gauge",
+    "ledger_spool_limit_bytes": "gauge",
     "ledger_untold": "counter",
     "ledger_waiting": "gauge",
     "ledger_written": "counter",

@@ -1,0 +1,54 @@
+"""The agent's figures for Prometheus; its replica's name is on all of them."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from adaptersync_core.events import PHASES
+from adaptersync_core.figures import SPENT, Figure, Figures
+from adaptersync_core.proof import Verdict
+from adaptersync_core.records import Ack, ReplicaReport
+
+TABLE = (
+    Figure(name="engine_reachable", kind="gauge", text="1 while the engine answers its agent"),
+    Figure(name="reported_seconds", kind="age", text="Since the control server last took a report of the replica"),
+    Figure(name="loaded", kind="gauge", text="Versions that the engine lists"),
+    Figure(name="slots", kind="gauge", text="Adapters the engine can hold at once (--max-loras); 0: it does not say"),
+    Figure(
+        name="proofs", kind="counter", text="Versions judged by the proof that they are served", labels=("verdict",),
+        words=get_args(Verdict),
+    ),
+    Figure(
+        name="acks", kind="counter", text="Words on versions: accepted, or refused by whose fault", labels=("word",),
+        words=("accepted", "refused_version", "refused_replica"),
+    ),
+    Figure(
+        name="phase_seconds", kind="histogram", text="Phases of bringing in a version", labels=("phase",),
+        words=tuple(phase.removesuffix("_s") for phase in PHASES), bounds=SPENT,
+    ),
+    Figure(name="cache_followed", kind="gauge", text="1 while the engine's own word on its cache is followed"),
+    Figure(name="cache_blocks", kind="gauge", text="Prefix blocks it owns by that"),
+    Figure(name="cache_lag_seconds", kind="gauge", text="How far behind the engine that was at the last change"),
+    Figure(name="cache_gaps", kind="gauge", text="Gaps in it that were filled, in the lives of its present streams"),
+    Figure(name="cache_losses", kind="gauge", text="Times all was forgotten, since a gap could not be filled"),
+)  # fmt: skip
+
+
+def reported(figures: Figures, report: ReplicaReport) -> None:
+    figures.set("engine_reachable", 1)
+    figures.since("reported_seconds", 0.0)
+    figures.set("loaded", len(report.loaded))
+    figures.set("slots", report.max_loras)
+    figures.set("cache_followed", report.cache.followed)
+    figures.set("cache_blocks", report.cache.blocks)
+    figures.set("cache_lag_seconds", report.cache.lag_s)
+    figures.set("cache_gaps", report.cache.gaps)
+    figures.set("cache_losses", report.cache.losses)
+
+
+def answered(figures: Figures, ack: Ack) -> None:
+    figures.count("acks", "accepted" if ack.accepted else f"refused_{ack.fault}")
+    if "proved_s" in ack.phases:  # else it came to no proof
+        figures.count("proofs", ack.proof.verdict)
+    for phase, spent in ack.phases.items():
+        figures.observe("phase_seconds", spent, phase.removesuffix("_s"))

@@ -1,0 +1,78 @@
+"""The coordinator's figures for Prometheus. One that does not lead says so, and no more."""
+
+from __future__ import annotations
+
+from adaptersync.coordinator.promotion import unconsidered
+from adaptersync_core.config import Config
+from adaptersync_core.events import Event, VersionPromoted
+from adaptersync_core.figures import SPENT, Figure, Figures
+from adaptersync_core.records import Fleet
+from adaptersync_core.table import MemberState
+
+STATES: tuple[MemberState, ...] = ("joining", "ready", "draining", "ejected")
+EVENTS = (
+    *("version.staging", "version.ready", "version.promoted", "version.superseded", "version.rolled_back"),
+    *("version.voided", "version.retiring", "version.retired", "replica.state", "request.refused"),
+)
+
+TABLE = (
+    Figure(name="leading", kind="gauge", text="1 for the coordinator that leads"),
+    Figure(name="looked_seconds", kind="age", text="Since it last did its round, leading or not"),
+    Figure(name="decided", kind="counter", text="Decisions by the events they made", labels=("event",), words=EVENTS),
+    Figure(
+        name="promotion_seconds", kind="histogram", text="From publication to promotion, of promoted versions",
+        bounds=SPENT,
+    ),
+    Figure(name="generation", kind="gauge", text="Generation of the table"),
+    Figure(name="min_ready", kind="gauge", text="Fewest ready replicas on which anything is promoted"),
+    Figure(name="members", kind="gauge", text="Replicas by their state", labels=("state",)),
+    Figure(name="replica", kind="gauge", text="1 for the state each replica is in", labels=("replica", "state")),
+    Figure(name="heard_seconds", kind="age", text="Since a replica's agent was last heard of", labels=("replica",)),
+    Figure(name="versions", kind="gauge", text="Versions in the fleet, by their state", labels=("run", "state")),
+    Figure(
+        name="undecided_seconds", kind="age", labels=("run",),
+        text="Since the publication of a run's oldest version that is neither promoted nor given up, nor at the gate",
+    ),
+    Figure(name="gated_seconds", kind="age", text="Since a version waits for an operator", labels=("run",)),
+)  # fmt: skip
+OF_THE_FLEET = (
+    *("generation", "min_ready", "members", "replica", "heard_seconds", "versions", "undecided_seconds"),
+    "gated_seconds",
+)
+
+
+def tell(figures: Figures, fleet: Fleet, config: Config) -> None:
+    """All that is to be seen of the fleet by who leads it."""
+    figures.forget(*OF_THE_FLEET)
+    table = fleet.table
+    figures.set("generation", table.generation)
+    figures.set("min_ready", config.coordinator.min_ready)
+    states = [member.state for member in table.members.values()]
+    for state in STATES:
+        figures.set("members", states.count(state), state)
+    for name, member in table.members.items():
+        figures.set("replica", 1, name, member.state)
+        if name in fleet.replicas:
+            figures.since("heard_seconds", fleet.replicas[name].age_s, name)
+    live = [(entry.run, entry.state) for entry in table.versions.values()]
+    for run, version_state in set(live):
+        figures.set("versions", live.count((run, version_state)), run, version_state)
+    for run in table.runs:
+        began = [manifest.created_at for manifest in unconsidered(fleet, run)]
+        candidate = table.candidate(run)
+        if candidate is not None:
+            entry = table.versions[candidate]
+            if entry.state == "ready" and config.coordinator.gate and not entry.admitted:
+                figures.since("gated_seconds", fleet.now - entry.since, run)
+                began = []  # what comes behind it waits for the operator, too
+            else:
+                began.append(entry.published_at)
+        if began:
+            figures.since("undecided_seconds", fleet.now - min(began), run)
+
+
+def decided(figures: Figures, events: tuple[Event, ...]) -> None:
+    for event in events:
+        figures.count("decided", str(type(event).__struct_config__.tag))
+        if isinstance(event, VersionPromoted):
+            figures.observe("promotion_seconds", event.waited_s)

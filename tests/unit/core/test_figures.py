@@ -1,0 +1,123 @@
+"""Figures of a service: what is told, what begins at zero, and how they are served."""
+
+from __future__ import annotations
+
+import socket
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+
+from adaptersync_core import figures as figures_module
+from adaptersync_core.errors import ConfigError
+from adaptersync_core.figures import Figure, Figures, served
+
+TABLE = (
+    Figure(name="jobs", kind="counter", text="Jobs", labels=("end",), words=("well", "badly")),
+    Figure(name="spent", kind="histogram", text="Spent", bounds=(0.1, 1.0)),
+    Figure(name="held", kind="gauge", text="Held", labels=("run",)),
+    Figure(name="looked_seconds", kind="age", text="Since"),
+)
+
+
+@pytest.fixture
+def figures() -> Figures:
+    return Figures("test", TABLE, {"who": "me"})
+
+
+def said(figures: Figures) -> dict[str, float]:
+    lines = (line for line in figures.text().decode().splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def test_what_is_counted_begins_at_zero(figures: Figures) -> None:
+    assert said(figures) == {
+        'adaptersync_test_jobs_total{end="well",who="me"}': 0.0,
+        'adaptersync_test_jobs_total{end="badly",who="me"}': 0.0,
+        'adaptersync_test_spent_bucket{le="0.1",who="me"}': 0.0,
+        'adaptersync_test_spent_bucket{le="1.0",who="me"}': 0.0,
+        'adaptersync_test_spent_bucket{le="+Inf",who="me"}': 0.0,
+        'adaptersync_test_spent_count{who="me"}': 0.0,
+        'adaptersync_test_spent_sum{who="me"}': 0.0,
+    }
+
+
+def test_figures_are_told(figures: Figures) -> None:
+    figures.count("jobs", "well", by=2)
+    for spent in (0.1, 0.5, 7.0):
+        figures.observe("spent", spent)
+    figures.set("held", True, "one")
+    figures.set("held", 4, "two")
+    now = said(figures)
+    assert now['adaptersync_test_jobs_total{end="well",who="me"}'] == 2
+    assert [now[f'adaptersync_test_spent_bucket{{le="{end}",who="me"}}'] for end in ("0.1", "1.0", "+Inf")] == [1, 2, 3]
+    assert now['adaptersync_test_spent_sum{who="me"}'] == pytest.approx(7.6)
+    assert now['adaptersync_test_held{run="one",who="me"}'] == 1
+    figures.forget("held")
+    assert not any("held" in name for name in said(figures))
+
+
+def test_an_age_grows_while_nothing_is_told(figures: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: moment)
+    figures.since("looked_seconds", 2.0)
+    moment = 1005.0
+    assert said(figures)['adaptersync_test_looked_seconds{who="me"}'] == 7.0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [("count", "held", "one"), ("set", "jobs", 1, "well"), ("set", "held", 1), ("count", "jobs", "well", "more")],
+)
+def test_what_is_not_in_the_table_is_a_mistake(figures: Figures, call: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match="is a"):
+        getattr(figures, call[0])(*call[1:])
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        chosen: int = listener.getsockname()[1]
+    return chosen
+
+
+def ask(url: str) -> Any:
+    return urllib.request.urlopen(url, timeout=5)  # noqa: S310 (our own loopback)
+
+
+def test_they_are_served_where_the_setting_says(figures: Figures, port: int) -> None:
+    figures.count("jobs", "well")
+    url = f"http://127.0.0.1:{port}"
+    with served(figures, host="127.0.0.1", port=port):
+        with ask(f"{url}/metrics") as answer:
+            assert answer.headers["content-type"].startswith("text/plain")
+            assert b'adaptersync_test_jobs_total{end="well",who="me"} 1.0' in answer.read()
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            ask(f"{url}/other")
+        with refused.value:
+            assert refused.value.code == 404
+        with pytest.raises(ConfigError, match="metrics_port of its own"), served(figures, host="127.0.0.1", port=port):
+            pass
+    with pytest.raises(urllib.error.URLError):
+        ask(f"{url}/metrics")
+
+
+def test_a_client_that_asks_nothing_keeps_nobody_waiting_for_long(
+    figures: Figures, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures_module, "READ_S", 0.1)
+    with (
+        served(figures, host="127.0.0.1", port=port),
+        socket.create_connection(("127.0.0.1", port)),
+        ask(f"http://127.0.0.1:{port}/metrics") as answer,
+    ):
+        assert answer.status == 200
+
+
+def test_nobody_listens_by_default(figures: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures_module, "_Server", None)
+    with served(figures, host="127.0.0.1", port=0):
+        pass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import click
 
-from adaptersync_tools.cli import bench, changing, local, publishing, reading, route, services, timing
+from adaptersync_tools.cli import bench, changing, local, publishing, reading, route, services, sizing, timing
 from adaptersync_tools.cli.common import run_command
 
 
@@ -40,6 +40,7 @@ for command in (
     *publishing.COMMANDS,
     *changing.COMMANDS,
     *services.COMMANDS,
+    *sizing.COMMANDS,
     *bench.COMMANDS,
 ):
     adaptersync.add_command(command)

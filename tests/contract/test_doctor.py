@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 import adaptersync_tools.doctor
 from adaptersync_core.config import Config
+from adaptersync_core.keys import Keys
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.store_identity import PREFIX
 from adaptersync_core.vllm import WORKER_EXTENSION, EngineFacts
@@ -227,10 +228,9 @@ async def test_a_write_to_disk_failed(well: Host, monkeypatch: pytest.MonkeyPatc
 async def test_a_server_for_everybody(
     well: Host, url: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = servers.RedisClient
-    monkeypatch.setattr(servers, "RedisClient", lambda _url, **more: client(well.control.url, **more))
+    monkeypatch.setattr(servers, "RedisClient", lambda _url, **more: RedisClient(well.control.url, **more))
     verdict = Verdict()
-    await servers._server(verdict, "control server", url, servers.Keys("group"))
+    await servers._server(verdict, "control server", url, Keys("group"))
     assert len(verdict.findings) == len(expected)
     assert all(said(verdict.findings, what, level) for what, level in expected.items())
 
@@ -458,8 +458,8 @@ async def command(arguments: list[str]) -> int:
 
 def test_every_finding_is_provoked_here() -> None:
     """Of each look's text, some part stands in a test."""
-    mine = {
-        node.value
+    mine: set[str] = {
+        str(node.value)
         for node in ast.walk(ast.parse(Path(__file__).read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) > 5
     }
@@ -471,8 +471,8 @@ def test_every_finding_is_provoked_here() -> None:
             if called != "check":
                 continue
             what = node.args[2]
-            parts = [each.value for each in ast.walk(what) if isinstance(each, ast.Constant)]
-            parts = [part.strip() for part in parts if isinstance(part, str) and len(part.strip()) > 5]
+            constants = [str(each.value).strip() for each in ast.walk(what) if isinstance(each, ast.Constant)]
+            parts = [part for part in constants if len(part) > 5]
             named = isinstance(what, ast.Name | ast.Attribute)  # of a text made before, or an error's own
             assert named or any(part in said or said in part for part in parts for said in mine), (
                 f"{path}:{node.lineno}"

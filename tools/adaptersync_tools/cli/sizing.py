@@ -10,7 +10,8 @@ import click
 from rich.text import Text
 
 from adaptersync_tools.cli.common import config_option, json_option, settings
-from adaptersync_tools.output import console, print_json
+from adaptersync_tools.engines import LINEAR
+from adaptersync_tools.output import console, print_json, table
 
 
 @click.command()
@@ -53,4 +54,82 @@ def doctor(config_path: Path | None, roles: tuple[str, ...], as_json: bool) -> i
     return 0 if verdict.well else 1
 
 
-COMMANDS = (doctor,)
+@click.command()
+@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--rank", type=click.IntRange(min=1), default=16, show_default=True, help="LoRA rank.")
+@click.option(
+    "--window",
+    type=click.IntRange(min=0),
+    default=2,
+    show_default=True,
+    help="Versions before the current one that still serve (trainer.max_staleness).",
+)
+@click.option("--runs", type=click.IntRange(min=1), default=1, show_default=True, help="Runs that share the fleet.")
+@click.option("--replicas", type=click.IntRange(min=1), default=2, show_default=True, help="vLLM servers.")
+@click.option("--targets", default=",".join(LINEAR), show_default=True, help="Modules that adapters change.")
+@click.option(
+    "--dtype", type=click.Choice(["F32", "F16", "BF16"]), default="F32", show_default=True, help="Of saved adapters."
+)
+@click.option(
+    "--step",
+    "step_s",
+    type=click.FloatRange(min=0.1),
+    default=60.0,
+    show_default=True,
+    help="Seconds from one publication of a run to the next.",
+)
+@click.option("--rollouts", type=click.IntRange(min=1), default=256, show_default=True, help="Of one step of a run.")
+@click.option(
+    "--days", type=click.FloatRange(min=0.01), default=30.0, show_default=True, help="How long versions are kept."
+)
+@json_option
+def plan(
+    model: Path, rank: int, window: int, runs: int, replicas: int, targets: str, dtype: str, step_s: float,
+    rollouts: int, days: float, as_json: bool,
+) -> None:  # fmt: skip
+    """Say how large a deployment must be for a base model, and why.
+
+    MODEL is a directory with its config.json; nothing else of it is read.
+
+    \b
+    Examples:
+      adaptersync plan ~/models/qwen --rank 32 --replicas 8
+      adaptersync plan ~/models/qwen --runs 3 --window 1 --json | jq .flags
+    """
+    from adaptersync_tools import plan as planning
+
+    modules = tuple(part.strip() for part in targets.split(",") if part.strip())
+    wanted = planning.Wanted(
+        rank=rank,
+        window=window,
+        runs=runs,
+        replicas=replicas,
+        targets=modules,
+        dtype=dtype,
+        step_s=step_s,
+        rollouts=rollouts,
+        days=days,
+    )
+    made = planning.plan(planning.base_model(model), wanted)
+    if as_json:
+        print_json(made)
+        return
+    out = console()
+    rows = [(number.name, _written(number.value, number.unit), number.why) for number in made.numbers]
+    out.print(table("Plan", ("what!", "how much>!", "why"), rows))
+    flags = " ".join(f"{flag} {value}" for flag, value in made.flags.items())
+    out.print(Text.assemble(("vLLM: ", "dim"), (f"--enable-lora {flags}", "bold")), soft_wrap=True)
+
+
+def _written(value: float, unit: str) -> str:
+    if unit == "bytes":
+        for name, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+            if value >= size:
+                return f"{value / size:.1f} {name}"
+        return f"{value:.0f} B"
+    if unit == "share":
+        return f"{value:.2%}"
+    return f"{value:.2f} s" if unit == "s" else f"{value:g}"
+
+
+COMMANDS = (plan, doctor)

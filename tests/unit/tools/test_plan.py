@@ -1,0 +1,200 @@
+"""What a plan says, beside the real thing: a file that PEFT saved, and what a real Redis takes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from adaptersync.trainer import AdapterPublisher
+from adaptersync_core.config import Config, RedisSection, StoreSection
+from adaptersync_core.errors import ConfigError
+from adaptersync_core.keys import Keys
+from adaptersync_core.manifest import inspect
+from adaptersync_core.redis import RedisClient
+from adaptersync_tools.cli import main
+from adaptersync_tools.engines import LINEAR, EngineSettings
+from adaptersync_tools.plan import (
+    EVENT_BYTES,
+    GIB,
+    RECORD_BYTES,
+    Plan,
+    Wanted,
+    base_model,
+    manifest_size,
+    plan,
+    tensors,
+    weights_size,
+)
+from support.adapters import make_adapter
+from support.tiny_model import build_tiny_model
+
+# Qwen2.5-7B, by its published config
+SEVEN = {
+    "hidden_size": 3584,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "vocab_size": 152064,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(SEVEN))
+    return directory
+
+
+def made(model: Path, **wanted: Any) -> Plan:
+    return plan(base_model(model), Wanted(**wanted))
+
+
+@pytest.mark.trl
+@pytest.mark.parametrize(("rank", "targets"), [(8, LINEAR), (3, ("q_proj", "v_proj"))])
+def test_an_adapter_is_as_large_as_the_one_that_peft_saves(tmp_path: Path, rank: int, targets: tuple[str, ...]) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = build_tiny_model(tmp_path / "tiny")
+    config = LoraConfig(r=rank, target_modules=list(targets), task_type="CAUSAL_LM")
+    saved = tmp_path / "saved"
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(str(saved))
+
+    shapes = tensors(base_model(base), rank=rank, targets=targets)
+    assert shapes == inspect(saved).tensors
+    assert weights_size(shapes, "F32") == (saved / "adapter_model.safetensors").stat().st_size
+    assert plan(base_model(base), Wanted(rank=rank, targets=targets))["adapter"] == weights_size(shapes, "F32")
+    assert (saved / "adapter_config.json").stat().st_size < 2048
+
+
+def test_weights_of_a_model_that_is_known(model: Path) -> None:
+    """PEFT says of Qwen2.5-7B: 40,370,176 trainable parameters at rank 16 for all linear layers."""
+    shapes = tensors(base_model(model), rank=16, targets=LINEAR)
+    assert sum(rows * columns for rows, columns in shapes.values()) == 40_370_176
+    assert len(shapes) == 2 * 7 * 28
+
+
+def test_flags_are_those_that_we_start_engines_with(model: Path) -> None:
+    ours = EngineSettings(model=model)
+    assert made(model, rank=16, window=2).flags == {
+        "--max-loras": ours.max_loras,
+        "--max-cpu-loras": ours.max_cpu_loras,
+        "--max-lora-rank": ours.max_lora_rank,
+    }
+
+
+@pytest.mark.parametrize(("rank", "limit"), [(1, 1), (9, 16), (64, 64), (257, 320)])
+def test_a_rank_is_rounded_to_what_vllm_takes(model: Path, rank: int, limit: int) -> None:
+    assert made(model, rank=rank).flags["--max-lora-rank"] == limit
+
+
+def test_more_of_each_needs_more(model: Path) -> None:
+    one = made(model)
+    assert made(model, runs=2).flags["--max-loras"] == 2 * one["versions live"] + 1
+    assert made(model, window=3)["versions live"] == one["versions live"] + 1
+    assert made(model, dtype="BF16")["adapter"] == pytest.approx(one["adapter"] / 2, rel=0.01)
+    assert made(model, days=60)["store"] == pytest.approx(2 * one["store"], abs=1)
+    assert made(model, step_s=30.0)["sync share of an engine"] == pytest.approx(2 * one["sync share of an engine"])
+    assert made(model, rank=32)["host memory of an engine"] > 1.9 * one["host memory of an engine"]
+    assert made(model, rollouts=2560)["control server"] > one["control server"]
+    assert made(model, replicas=8)["publication to promotion"] > one["publication to promotion"]
+    assert one["device memory for slots"] < GIB
+
+
+def test_every_number_is_explained(model: Path) -> None:
+    for number in made(model).numbers:
+        assert len(number.why) > 20
+        assert number.value > 0
+
+
+def test_what_is_above_the_lane_travels_by_the_store(model: Path) -> None:
+    plans = made(model, rank=1), made(model, rank=64)
+    why = [number.why for each in plans for number in each.numbers if number.name == "cache server"]
+    assert "bytes on their way" in why[0]
+    assert "they take the store" in why[1]
+
+
+def test_what_versions_take_in_a_real_redis(redis_url: str, cache_url: str, tmp_path: Path) -> None:
+    """Manifest, record, events: what is planned for so many, against what the server says it took."""
+    base = base_model(build_sizes(tmp_path))
+    sizes: dict[str, Any] = {"hidden": base.hidden, "intermediate": base.intermediate, "layers": base.layers}
+    shapes = tensors(base, rank=8, targets=("q_proj",))
+    config = Config(
+        redis=RedisSection(control_url=redis_url, cache_url=cache_url), store=StoreSection(path=str(tmp_path / "store"))
+    )
+    with AdapterPublisher(config, run="run") as trainer:
+
+        def publish(seed: int) -> str:
+            directory = make_adapter(tmp_path / f"a{seed}", rank=8, targets=("q_proj",), seed=seed, **sizes)
+            return trainer.publish(directory).adapter_id
+
+        names = [publish(seed) for seed in range(20)]
+        taken = sum(asked(redis_url, "MEMORY", "USAGE", key) for key in asked(redis_url, "KEYS", "*")) / len(names)
+    manifest = len(said(redis_url, names[-1]))
+    assert manifest == pytest.approx(manifest_size(shapes, ("q_proj",)), rel=0.3)
+    planned = manifest_size(shapes, ("q_proj",)) + RECORD_BYTES + EVENT_BYTES  # its record is still to come
+    assert planned / 2 < taken < planned
+
+
+def said(url: str, name: str) -> str:
+    return str(asked(url, "GET", Keys("default").manifest(name)))
+
+
+def asked(url: str, *command: str) -> Any:
+    async def ask() -> Any:
+        client = RedisClient(url, name="test")
+        try:
+            return await client.command(*command)
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
+
+
+def build_sizes(tmp_path: Path) -> Path:
+    directory = tmp_path / "sizes"
+    directory.mkdir()
+    sizes = {"hidden_size": 16, "num_attention_heads": 1, "intermediate_size": 32, "num_hidden_layers": 12}
+    (directory / "config.json").write_text(json.dumps({**sizes, "vocab_size": 100}))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"num_experts": 8}, "mixture of experts"),
+        ({"hidden_size": None}, "cannot be read"),
+        ({"num_attention_heads": "many"}, "cannot be read"),
+    ],
+)
+def test_models_that_are_not_understood_are_refused(model: Path, change: dict[str, Any], what: str) -> None:
+    (model / "config.json").write_text(json.dumps(SEVEN | change))
+    with pytest.raises(ConfigError, match=what):
+        base_model(model)
+
+
+def test_what_cannot_be_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="no such rank"):
+        made(model, rank=513)
+    with pytest.raises(ConfigError, match="no such module"):
+        made(model, targets=("lm_head",))
+
+
+def test_the_command(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
+    assert main(["plan", str(model), "--rank", "32", "--runs", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "--enable-lora --max-loras 9 --max-cpu-loras 12 --max-lora-rank 32" in text
+    assert main(["plan", str(model), "--json", "--targets", "q_proj, v_proj"]) == 0
+    told = msgspec.json.decode(capsys.readouterr().out, type=Plan)
+    assert told == made(model, targets=("q_proj", "v_proj"))
+    assert replace(told.wanted, targets=LINEAR) == Wanted()
+    assert main(["plan", str(model), "--rank", "1000"]) == 78

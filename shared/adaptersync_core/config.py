@@ -18,7 +18,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
+from adaptersync_core.address import complete
 from adaptersync_core.errors import ConfigError, NameInvalid
 from adaptersync_core.identity import check_name
 from adaptersync_core.keys import ROUTER_SERVES_S, SESSION_TTL_S
@@ -69,6 +71,16 @@ class RedisSection(Section, frozen=True, kw_only=True):
     """Durable and small: events, versions, acks, ledger."""
     cache_url: str = ""
     """Prefix ownership, in-flight counts and bytes on their way; may forget. Empty: the control server."""
+    user: str = ""
+    """Who this is to both servers, as `adaptersync acl` names it, where an address does not say it."""
+    password_file: str = ""
+    """A file with that user's password, read for each connection. So no address, no environment and no process
+    argument needs one."""
+    ca_file: str = ""
+    """Who vouches for the servers of rediss:// addresses. Empty: whom this host trusts."""
+    cert_file: str = ""
+    """What this shows to servers that want to know their clients, and in `key_file` the key of it."""
+    key_file: str = ""
     lane_bytes: int = 64 << 20
     """The largest version whose bytes travel through the cache server, ahead of the mounted store. 0: none do."""
 
@@ -282,7 +294,25 @@ def load_config(
             **_source(str(error), given, named),
         ) from error
     _check(config)
-    return config
+    return _completed(config)
+
+
+def _completed(config: Config) -> Config:
+    """With addresses of servers that say all that is needed to be let in."""
+    ours = config.redis
+    user_and_files = {
+        "user": ours.user,
+        "password_file": ours.password_file,
+        "ca_file": ours.ca_file,
+        "cert_file": ours.cert_file,
+        "key_file": ours.key_file,
+    }
+    urls = {
+        name: complete(url, **user_and_files)
+        for name, url in (("control_url", ours.control_url), ("cache_url", ours.cache_url))
+        if url
+    }
+    return replace(config, redis=replace(ours, **urls))
 
 
 def names() -> list[str]:
@@ -365,6 +395,10 @@ def _check(config: Config) -> None:
     for key, url in (("redis.control_url", config.redis.control_url), ("redis.cache_url", config.redis.cache_url)):
         if not _is_redis(url) and (url or key == "redis.control_url"):
             raise ConfigError("setting must be an address as redis://host:port/0", key=key)
+    tls = [name for name in ("ca_file", "cert_file", "key_file") if getattr(config.redis, name)]
+    for url in (config.redis.control_url, config.redis.cache_url):
+        if tls and url and urlsplit(url).scheme != "rediss":
+            raise ConfigError("setting is for rediss:// addresses, and one is none", key=f"redis.{tls[0]}")
     if not Path(config.agent.stage_path).is_absolute() or not Path(config.store.path).is_absolute():
         raise ConfigError(
             "store.path and agent.stage_path must be absolute: vLLM would look a relative one up on a hub"

@@ -6,6 +6,7 @@ access rules and the leak check of the tests are made from.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from msgspec import Struct
@@ -14,10 +15,16 @@ from adaptersync_core.identity import check_name
 
 PREFIX = "adaptersync"
 Server = Literal["control", "cache"]
+Role = Literal["trainer", "agent", "coordinator", "router", "worker", "operator", "reader"]
+EVERYBODY: tuple[Role, ...] = ("trainer", "agent", "coordinator", "router", "worker", "operator", "reader")
 
 
 class KeySpec(Struct, frozen=True, kw_only=True):
-    """One kind of key. `ttl_s` is 0 for keys that stay; `bound` says what keeps it from growing."""
+    """One kind of key. `ttl_s` is 0 for keys that stay; `bound` says what keeps it from growing.
+
+    `access` are the commands beyond reading that each role needs, on keys of its own where the pattern names what it
+    is an instance of (`access.py`); `readers` are those who only read.
+    """
 
     pattern: str
     type: Literal["string", "hash", "stream", "zset", "set"]
@@ -25,6 +32,8 @@ class KeySpec(Struct, frozen=True, kw_only=True):
     writer: str
     bound: str
     ttl_s: int = 0
+    access: Mapping[Role, str] = {}
+    readers: tuple[Role, ...] = EVERYBODY
 
 
 REPLICA_TTL_S = 3600  # a replica that said nothing for an hour is forgotten
@@ -42,22 +51,71 @@ REPEATS_TTL_S = 86400  # how often a run's prompts are asked for, when it stands
 SESSION_TTL_S = 3600  # where a conversation is, after its last turn; router.session_s
 
 SPECS = (
-    KeySpec(pattern="control", type="hash", server="control", writer="coordinator", bound="6 fields"),
-    KeySpec(pattern="store", type="string", server="control", writer="all", bound="an id"),
+    KeySpec(
+        pattern="control",
+        type="hash",
+        server="control",
+        writer="coordinator",
+        bound="6 fields",
+        access={"coordinator": "hset hincrby"},
+    ),
+    KeySpec(
+        pattern="store",
+        type="string",
+        server="control",
+        writer="trainer, coordinator",
+        bound="an id",
+        access={"trainer": "setnx", "coordinator": "setnx"},
+    ),
     KeySpec(
         pattern="table",
         type="string",
         server="control",
         writer="coordinator",
         bound="live versions and members",
+        access={"coordinator": "set"},
     ),
     KeySpec(
-        pattern="events", type="stream", server="control", writer="all", bound="none yet: one a thing that happened"
+        pattern="events",
+        type="stream",
+        server="control",
+        writer="all",
+        bound="none yet: one a thing that happened",
+        access=dict.fromkeys(("trainer", "agent", "coordinator", "worker", "operator"), "xadd"),
     ),
-    KeySpec(pattern="rollouts", type="stream", server="control", writer="router", bound="none yet: one a rollout"),
-    KeySpec(pattern="runs", type="set", server="control", writer="trainer", bound="one a run"),
-    KeySpec(pattern="run:{run}", type="hash", server="control", writer="trainer", bound="12 fields"),
-    KeySpec(pattern="published:{run}", type="zset", server="control", writer="trainer", bound="one a version"),
+    KeySpec(
+        pattern="rollouts",
+        type="stream",
+        server="control",
+        writer="router",
+        bound="none yet: one a rollout",
+        access={"router": "xadd"},
+        readers=("trainer", "router", "worker", "operator", "reader"),
+    ),
+    KeySpec(
+        pattern="runs",
+        type="set",
+        server="control",
+        writer="trainer",
+        bound="one a run",
+        access={"trainer": "sadd", "coordinator": "sadd"},
+    ),
+    KeySpec(
+        pattern="run:{run}",
+        type="hash",
+        server="control",
+        writer="trainer",
+        bound="12 fields",
+        access={"trainer": "hset hdel", "coordinator": "hset hdel", "operator": "hset"},
+    ),
+    KeySpec(
+        pattern="published:{run}",
+        type="zset",
+        server="control",
+        writer="trainer",
+        bound="one a version",
+        access={"trainer": "zadd", "coordinator": "zadd"},
+    ),
     KeySpec(
         pattern="manifest:{version}",
         type="string",
@@ -65,6 +123,7 @@ SPECS = (
         writer="trainer",
         bound="8 MiB",
         ttl_s=VERSION_TTL_S,
+        access={"trainer": "set", "coordinator": "set"},
     ),
     KeySpec(
         pattern="version:{version}",
@@ -73,9 +132,33 @@ SPECS = (
         writer="coordinator",
         bound="20 fields",
         ttl_s=VERSION_TTL_S,
+        access={"coordinator": "hset expire"},
     ),
-    KeySpec(pattern="requests", type="hash", server="control", writer="admin", bound="64 requests"),
-    KeySpec(pattern="replicas", type="zset", server="control", writer="agent", bound="one a replica"),
+    KeySpec(
+        pattern="verified:{version}",
+        type="hash",
+        server="control",
+        writer="worker",
+        bound="3 fields",
+        ttl_s=VERSION_TTL_S,
+        access={"worker": "hset expire"},
+    ),
+    KeySpec(
+        pattern="requests",
+        type="hash",
+        server="control",
+        writer="operator",
+        bound="64 requests",
+        access={"operator": "hset", "coordinator": "hdel"},
+    ),
+    KeySpec(
+        pattern="replicas",
+        type="zset",
+        server="control",
+        writer="agent",
+        bound="one a replica",
+        access={"agent": "zadd zremrangebyscore"},
+    ),
     KeySpec(
         pattern="replica:{replica}",
         type="hash",
@@ -83,6 +166,7 @@ SPECS = (
         writer="agent",
         bound="15 fields",
         ttl_s=REPLICA_TTL_S,
+        access={"agent": "del hset expire"},
     ),
     KeySpec(
         pattern="acks:{replica}",
@@ -91,8 +175,16 @@ SPECS = (
         writer="agent",
         bound="live versions",
         ttl_s=REPLICA_TTL_S,
+        access={"agent": "hset hdel expire"},
     ),
-    KeySpec(pattern="routers", type="zset", server="control", writer="router", bound="one a router"),
+    KeySpec(
+        pattern="routers",
+        type="zset",
+        server="control",
+        writer="router",
+        bound="one a router",
+        access={"router": "zadd zremrangebyscore zrem"},
+    ),
     KeySpec(
         pattern="router:{router}",
         type="hash",
@@ -100,6 +192,7 @@ SPECS = (
         writer="router",
         bound="6 fields",
         ttl_s=ROUTER_TTL_S,
+        access={"router": "del hset expire"},
     ),
     KeySpec(
         pattern="lane:{sha256}:{place}",
@@ -108,6 +201,8 @@ SPECS = (
         writer="trainer",
         bound="1 MiB each, redis.lane_bytes a version",
         ttl_s=LANE_TTL_S,
+        access={"trainer": "set"},
+        readers=("agent",),
     ),
     KeySpec(
         pattern="owned:{version}",
@@ -116,6 +211,8 @@ SPECS = (
         writer="router, agent",
         bound="group.blocks_per_version",
         ttl_s=OWNERSHIP_TTL_S,
+        access={"router": "hset hdel expire unlink", "agent": "hset hdel expire unlink"},
+        readers=(),
     ),
     KeySpec(
         pattern="inflight",
@@ -124,6 +221,8 @@ SPECS = (
         writer="router",
         bound="routers x ranks of replicas",
         ttl_s=INFLIGHT_TTL_S,
+        access={"router": "hset hincrby hdel del expire"},
+        readers=(),
     ),
     KeySpec(
         pattern="queues",
@@ -132,6 +231,8 @@ SPECS = (
         writer="router, agent",
         bound="2 fields for each rank of a replica of an hour",
         ttl_s=QUEUES_TTL_S,
+        access={"router": "hset expire", "agent": "hset expire"},
+        readers=(),
     ),
     KeySpec(
         pattern="promises:{version}",
@@ -140,6 +241,8 @@ SPECS = (
         writer="router",
         bound="4096 prompts and one a rank of a replica",
         ttl_s=PROMISES_TTL_S,
+        access={"router": "hset hincrby hdel expire unlink"},
+        readers=(),
     ),
     KeySpec(
         pattern="repeats:{run}",
@@ -148,6 +251,8 @@ SPECS = (
         writer="router",
         bound="2 fields",
         ttl_s=REPEATS_TTL_S,
+        access={"router": "hset hincrby expire"},
+        readers=(),
     ),
     KeySpec(
         pattern="session:{session}",
@@ -156,6 +261,8 @@ SPECS = (
         writer="router",
         bound="300 bytes, one a session of the last router.session_s",
         ttl_s=SESSION_TTL_S,
+        access={"router": "set getex"},
+        readers=(),
     ),
 )
 
@@ -189,6 +296,9 @@ class Keys:
 
     def version(self, adapter_id: str) -> str:
         return f"{self._head}version:{adapter_id}"
+
+    def verified(self, adapter_id: str) -> str:
+        return f"{self._head}verified:{adapter_id}"
 
     def replica(self, replica: str) -> str:
         return f"{self._head}replica:{replica}"

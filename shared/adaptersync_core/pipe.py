@@ -13,10 +13,11 @@ import ssl
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import hiredis
 
+from adaptersync_core.address import credentials, trust, where
 from adaptersync_core.errors import ConfigError, ControlError, ControlUnavailable
 from adaptersync_core.scripts import Script
 
@@ -36,8 +37,11 @@ class Pipe:
     def __init__(self, url: str, *, name: str, timeout_s: float) -> None:
         self._parts = urlsplit(url)
         if self._parts.scheme not in ("redis", "rediss"):
-            raise ConfigError("address must begin with redis:// or rediss://", url=url.rsplit("@", 1)[-1])
-        self.where = url.rsplit("@", 1)[-1]
+            raise ConfigError("address must begin with redis:// or rediss://", url=where(url))
+        self.where = where(url)
+        self._credentials = credentials(url)
+        self._url = url
+        self._tls: ssl.SSLContext | None = None
         self._name = name
         self._timeout_s = timeout_s
         self._line: _Line | None = None
@@ -129,15 +133,17 @@ class Pipe:
 
     async def _open(self) -> _Line:
         parts = self._parts
-        secure = ssl.create_default_context() if parts.scheme == "rediss" else None
+        known = self._credentials
+        password = await asyncio.to_thread(known.password) if known.file else known.given
+        if parts.scheme == "rediss" and self._tls is None:
+            self._tls = await asyncio.to_thread(trust, self._url)  # reads files
         loop = asyncio.get_running_loop()
         _, line = await loop.create_connection(
-            lambda: _Line(self.where, self._timeout_s), parts.hostname or "127.0.0.1", parts.port or 6379, ssl=secure
+            lambda: _Line(self.where, self._timeout_s), parts.hostname or "127.0.0.1", parts.port or 6379, ssl=self._tls
         )
         try:
-            if parts.password:
-                user = (unquote(parts.username),) if parts.username else ()
-                await line.send(("AUTH", *user, unquote(parts.password)))
+            if password:
+                await line.send(("AUTH", *((known.user,) if known.user else ()), password))
             if parts.path.strip("/"):
                 await line.send(("SELECT", parts.path.strip("/")))
             await line.send(("CLIENT", "SETNAME", self._name))

@@ -16,6 +16,7 @@ from typing import Any
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
 from redis.exceptions import (
     AuthenticationError,
     NoPermissionError,
@@ -25,6 +26,7 @@ from redis.exceptions import (
     RedisError,
 )
 
+from adaptersync_core.address import Credentials, credentials, where, without_credentials
 from adaptersync_core.errors import ControlError, ControlUnavailable
 from adaptersync_core.scripts import Script
 
@@ -37,6 +39,20 @@ Argument = str | bytes | int | float
 Entry = tuple[str, dict[str, str]]
 
 
+class _Provider(CredentialProvider):
+    """Asked for each connection."""
+
+    def __init__(self, known: Credentials) -> None:
+        self._known = known
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str] | tuple[()]:
+        password = self._known.password()
+        return (self._known.user, password) if self._known.user else (password,) if password else ()
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str] | tuple[()]:
+        return await asyncio.to_thread(self.get_credentials) if self._known.file else self.get_credentials()
+
+
 class RedisClient:
     """One server, one profile. Every failure to reach it is ControlUnavailable; what it refuses is ControlError."""
 
@@ -45,7 +61,8 @@ class RedisClient:
         self.url = url
         # the generic call answers in one shape in every version of the client; it is untyped there
         self._client: Any = redis.asyncio.Redis.from_url(
-            url,
+            without_credentials(url),
+            credential_provider=_Provider(credentials(url)),
             client_name=name,
             decode_responses=text,
             encoding_errors="backslashreplace",  # a foreign byte is garbage to be left out, not the end of a service
@@ -97,7 +114,11 @@ class RedisClient:
 def rq_connection(url: str) -> redis.Redis:
     """The client rq wants: synchronous, replies in bytes. A worker lengthens the timeout for its own waiting."""
     return redis.Redis.from_url(
-        url, socket_connect_timeout=CONNECT_TIMEOUT_S, socket_timeout=COMMAND_TIMEOUT_S, socket_keepalive=True
+        without_credentials(url),
+        credential_provider=_Provider(credentials(url)),
+        socket_connect_timeout=CONNECT_TIMEOUT_S,
+        socket_timeout=COMMAND_TIMEOUT_S,
+        socket_keepalive=True,
     )
 
 
@@ -108,7 +129,6 @@ def translated(url: str) -> Iterator[None]:
     The client sends under `wait_for`, which before Python 3.12 loses a cancellation that meets a finished write: it is
     made up for when the call has ended.
     """
-    where = url.rsplit("@", 1)[-1]  # never a password
     task = _current_task()
     asked = task.cancelling() if task else 0
     try:
@@ -116,19 +136,21 @@ def translated(url: str) -> Iterator[None]:
     except (RedisError, OSError) as error:
         if task and task.cancelling() > asked:
             raise asyncio.CancelledError from error
-        raise _ours(error, where) from error
+        raise _ours(error, where(url)) from error
     if task and task.cancelling() > asked:
         raise asyncio.CancelledError
 
 
-def _ours(error: RedisError | OSError, where: str) -> ControlError:
+def _ours(error: RedisError | OSError, server: str) -> ControlError:
     if isinstance(error, AuthenticationError | NoPermissionError):
-        return ControlError(f"Redis refused: {error}", next_step="check user and password of this service", redis=where)
+        return ControlError(
+            f"Redis refused: {error}", next_step="check user and password of this service", redis=server
+        )
     if isinstance(error, OSError | redis.exceptions.ConnectionError | redis.exceptions.TimeoutError):
-        return ControlUnavailable(f"Redis cannot be reached: {error}", next_step="check the server", redis=where)
+        return ControlUnavailable(f"Redis cannot be reached: {error}", next_step="check the server", redis=server)
     if isinstance(error, OutOfMemoryError | ReadOnlyError) or str(error).startswith(PASSING):
-        return ControlUnavailable(f"Redis cannot answer now: {error}", next_step="check the server", redis=where)
-    return ControlError(f"Redis refused: {error}", redis=where)
+        return ControlUnavailable(f"Redis cannot answer now: {error}", next_step="check the server", redis=server)
+    return ControlError(f"Redis refused: {error}", redis=server)
 
 
 def _current_task() -> asyncio.Task[Any] | None:

@@ -358,7 +358,7 @@ class Registry:
     async def settle_store_id(self, mine: str) -> str:
         """The same, and it is `mine` from now on where there was none."""
         key = self.keys.store
-        _, known = await self.client.pipeline([("SET", key, mine, "NX"), ("GET", key)])
+        _, known = await self.client.pipeline([("SETNX", key, mine), ("GET", key)])
         return known or mine
 
     async def table(self) -> Table:
@@ -393,17 +393,19 @@ class Registry:
         return names
 
     async def records(self, adapter_ids: Sequence[str]) -> list[tuple[Manifest | None, dict[str, str]]]:
-        """Manifest and all fields of the record of each version, as far as they are still kept."""
-        reads = [(("GET", self.keys.manifest(name)), ("HGETALL", self.keys.version(name))) for name in adapter_ids]
-        replies = iter(await self.client.pipeline([command for pair in reads for command in pair]))
+        """Manifest, and fate and verdict as the fields of one record, of each version, as far as they are kept."""
+        keys = self.keys
+        hashes = [(keys.version, "HGETALL"), (keys.verified, "HGETALL")]
+        reads = [(how, key(name)) for name in adapter_ids for key, how in ((keys.manifest, "GET"), *hashes)]
+        replies = iter(await self.client.pipeline(reads))
         return [
-            (None if text is None else from_json(name, text, Manifest), fields)
-            for name, text, fields in zip(adapter_ids, replies, replies, strict=True)
+            (None if text is None else from_json(name, text, Manifest), {**fate, **verdict})
+            for name, text, fate, verdict in zip(adapter_ids, replies, replies, replies, strict=True)
         ]
 
     async def verified(self, adapter_id: str, *, ok: bool, reason: str) -> bool:
         """Note that the stored bytes were read again; False when the same was noted before."""
-        keys = (self.keys.version(adapter_id), self.keys.events)
+        keys = (self.keys.verified(adapter_id), self.keys.events)
         event = VersionVerified(version=adapter_id, ok=ok, reason=reason)
         verdict = "true" if ok else "false"
         return bool(await self._run("verified", keys, verdict, reason, VERSION_TTL_S, *to_fields(event)))

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
+from adaptersync_core.address import where
 from adaptersync_core.config import Config, load_config
 from adaptersync_core.errors import AdapterSyncError, ControlUnavailable, StoreError
 from adaptersync_core.keys import Keys
@@ -62,9 +63,8 @@ def visit(config: Config, call: Callable[[Registry], Awaitable[T]], *, timeout_s
             async with asyncio.timeout(timeout_s):
                 return await call(Registry(client, Keys(config.group.name)))
         except TimeoutError:
-            where = config.redis.control_url.rsplit("@", 1)[-1]
             raise ControlUnavailable(
-                "no answer in time", next_step="try again, or look at the server", redis=where
+                "no answer in time", next_step="try again, or look at the server", redis=where(config.redis.control_url)
             ) from None
         finally:
             await client.close()

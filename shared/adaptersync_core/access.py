@@ -1,8 +1,8 @@
 """Who may do what in Redis: one user for each instance of each role, made from `keys.SPECS`.
 
-A user reaches keys of its group only, those of its own instance where a key belongs to one, and on each kind of key only
-the commands that its role needs. Scripts run with the rights of whoever calls them: every command in them is checked
-like any other, so to run scripts is granted for the whole group and gives nothing by itself. Knows no server and no file.
+A user reaches keys of its group only, writes those of its own instance where a key belongs to one, and on each kind of
+key with the commands that its role needs. Scripts run with the rights of whoever calls them: every command in them is
+checked like any other, so to run them is granted for the whole group and gives nothing by itself. Knows no server.
 
 What the rules cannot say, since Redis knows no fields and no values: see `deploy/THREAT_MODEL.md`.
 """
@@ -133,8 +133,8 @@ def _selectors(keys_of: dict[str, list[str]], mark: str) -> Iterator[str]:
     together: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for command, names in keys_of.items():
         together[tuple(names)].append(command)
-    for names, commands in together.items():
-        yield f"({_allowed(' '.join(commands))} {' '.join(mark + name for name in names)})"
+    for keys, commands in together.items():
+        yield f"({_allowed(' '.join(commands))} {' '.join(mark + key for key in keys)})"
 
 
 def _allowed(commands: str) -> str:

@@ -123,6 +123,10 @@ class AgentSection(Section, frozen=True, kw_only=True):
     """Where routers reach the engine. Empty: engine_url."""
     token_file: str = ""
     """Where the agent leaves the token for the engine's door. Empty: the engine has no door of ours."""
+    engine_key_file: str = ""
+    """A file with the bearer token that the engine wants (vLLM's --api-key). Empty: it wants none."""
+    engine_ca_file: str = ""
+    """Who vouches for an engine with an https:// address. Empty: whom this host trusts."""
     stage_path: str = "/var/lib/adaptersync/staged"
     """Local disk, the same path on every replica: vLLM's block hashes contain it."""
     heartbeat_s: float = 1.0
@@ -204,6 +208,14 @@ class RouterSection(Section, frozen=True, kw_only=True):
     """Refuse requests that cannot be recorded, or serve them and count the rows that are lost."""
     prompt_logprobs: bool = False
     """Pass on requests for log-probabilities of prompts. They end a vLLM that has LoRA on its model's head."""
+    keys_file: str = ""
+    """Who may ask this router, and for what: a file that `adaptersync api-key` writes. Empty: everybody who reaches
+    it."""
+    replica_keys_path: str = ""
+    """A directory with a bearer token for each replica that wants one, in a file called as the replica. Empty: replicas
+    are shown what clients show the router, but for keys of `keys_file`."""
+    replica_ca_file: str = ""
+    """Who vouches for replicas with https:// addresses. Empty: whom this host trusts."""
     gate_token: str = ""
     """Whoever sends it as x-adaptersync-gate may ask for versions that wait at the gate. Empty: nobody may."""
 
@@ -222,6 +234,8 @@ class TrainerSection(Section, frozen=True, kw_only=True):
     run: str = ""
     """The run's name; no default, since two runs must not share one."""
     router_url: str = "http://127.0.0.1:8080"
+    router_key_file: str = ""
+    """A file with the key that the router wants; the relay shows it as well. Empty: the router has no keys."""
     promotion_timeout_s: float = 120.0
     """How long training waits for a promotion before it gives up."""
     max_staleness: int = 2

@@ -45,12 +45,17 @@ class _Provider(CredentialProvider):
     def __init__(self, known: Credentials) -> None:
         self._known = known
 
-    def get_credentials(self) -> tuple[str] | tuple[str, str] | tuple[()]:
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
         password = self._known.password()
-        return (self._known.user, password) if self._known.user else (password,) if password else ()
+        return (self._known.user, password) if self._known.user else (password,)
 
-    async def get_credentials_async(self) -> tuple[str] | tuple[str, str] | tuple[()]:
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
         return await asyncio.to_thread(self.get_credentials) if self._known.file else self.get_credentials()
+
+
+def _provider(url: str) -> _Provider | None:
+    known = credentials(url)
+    return _Provider(known) if known != Credentials() else None
 
 
 class RedisClient:
@@ -62,7 +67,7 @@ class RedisClient:
         # the generic call answers in one shape in every version of the client; it is untyped there
         self._client: Any = redis.asyncio.Redis.from_url(
             without_credentials(url),
-            credential_provider=_Provider(credentials(url)),
+            credential_provider=_provider(url),
             client_name=name,
             decode_responses=text,
             encoding_errors="backslashreplace",  # a foreign byte is garbage to be left out, not the end of a service
@@ -115,7 +120,7 @@ def rq_connection(url: str) -> redis.Redis:
     """The client rq wants: synchronous, replies in bytes. A worker lengthens the timeout for its own waiting."""
     return redis.Redis.from_url(
         without_credentials(url),
-        credential_provider=_Provider(credentials(url)),
+        credential_provider=_provider(url),
         socket_connect_timeout=CONNECT_TIMEOUT_S,
         socket_timeout=COMMAND_TIMEOUT_S,
         socket_keepalive=True,

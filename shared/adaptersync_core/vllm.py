@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import ssl
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -190,11 +191,20 @@ class Dropped(Struct, frozen=True, kw_only=True):
 class VllmClient:
     """Control calls to one server. EngineUnavailable when it does not answer, EngineRefused when it says no."""
 
-    def __init__(self, url: str, *, timeout_s: float = 5.0, token: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 5.0,
+        token: str = "",
+        headers: Mapping[str, str] | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`token` is for our door, `headers` for the server itself; `tls` says whom to trust with https."""
         self.url = url.rstrip("/")
-        self._headers = {TOKEN_HEADER: token} if token else {}
+        self._headers = {**(headers or {}), **({TOKEN_HEADER: token} if token else {})}
         self._timeout_s = timeout_s
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=8))
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=8, ssl=tls or True))
 
     async def __aenter__(self) -> VllmClient:
         return self

@@ -18,6 +18,7 @@ from adaptersync.agent.reconcile import plan
 from adaptersync.agent.served import Recent, watch
 from adaptersync.agent.staging import Staging
 from adaptersync.agent.token import new_token
+from adaptersync_core.api_keys import bearer
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, EngineError, EngineUnavailable
@@ -34,6 +35,7 @@ from adaptersync_core.registry import Registry
 from adaptersync_core.store import ArtifactStore, Reader
 from adaptersync_core.table import Table
 from adaptersync_core.telemetry import configure_logging
+from adaptersync_core.tls import trusting
 from adaptersync_core.vllm import VllmClient
 
 REST_S = 10.0  # before a refused version that is still wanted is tried again
@@ -55,7 +57,10 @@ async def _stand_beside(config: Config, mount: Reader | None = None) -> None:
     cache_url = config.redis.cache_url or config.redis.control_url
     cache = RedisClient(cache_url, name=config.agent.name, timeout_s=ANSWER_S, text=False)
     ownership = RedisClient(cache_url, name=config.agent.name, timeout_s=ANSWER_S)
-    async with VllmClient(config.agent.engine_url, token=new_token(config.agent.token_file)) as vllm:
+    engine = config.agent
+    tls = trusting(engine.engine_ca_file, key="agent.engine_ca_file")
+    shown = bearer(engine.engine_key_file)
+    async with VllmClient(engine.engine_url, token=new_token(engine.token_file), headers=shown, tls=tls) as vllm:
         lane = FastLane(cache, keys, limit_bytes=config.redis.lane_bytes)
         follows = config.agent.kv_events == "auto"
         follower = Follower(

@@ -7,19 +7,22 @@ import contextlib
 import logging
 import secrets
 import signal
+import ssl
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from aiohttp import ClientSession, DummyCookieJar
+from aiohttp import ClientSession, DummyCookieJar, TCPConnector
 from msgspec.structs import replace
 
 from adaptersync.router.admission import Admission
 from adaptersync.router.attempts import Attempts
 from adaptersync.router.chains import RememberedChains
 from adaptersync.router.connections import Connections
+from adaptersync.router.credentials import Credentials
 from adaptersync.router.exchange import Exchange
 from adaptersync.router.fates import Fates
+from adaptersync.router.guard import Guard
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.open_files import allow
@@ -35,6 +38,7 @@ from adaptersync.router.status import Status
 from adaptersync.router.table import TableView
 from adaptersync.router.tokenizer import Tokenizer, load
 from adaptersync.router.workers import Shares, reserved, run
+from adaptersync_core.api_keys import ApiKeys
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import ControlError, ControlUnavailable
@@ -43,6 +47,7 @@ from adaptersync_core.keys import Keys
 from adaptersync_core.pipe import Pipe
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
+from adaptersync_core.tls import trusting
 
 CACHE_TIMEOUT_S = 0.25  # for a decision; past it the router decides alone
 ROWS_TIMEOUT_S = 5.0  # for a batch of ledger rows, which the control server writes to disk
@@ -133,12 +138,17 @@ async def _serving(
     for pipe in (rows, cache):
         opened.push_async_callback(pipe.close)
     opened.callback(reader.close)
+    known = settings.keys_file, settings.replica_keys_path, settings.replica_ca_file
+    api_keys, credentials, tls = await asyncio.to_thread(_read_secrets, *known)
+    if api_keys is not None and not settings.gate_token:  # an admin's key opens the gate, too
+        settings = replace(settings, gate_token=secrets.token_hex(16))
     connections = Connections(
         connect_timeout_s=settings.connect_timeout_s,
         most=settings.max_inflight,
+        tls=tls,
     )
     opened.push_async_callback(connections.close)
-    session = ClientSession(cookie_jar=DummyCookieJar())
+    session = ClientSession(cookie_jar=DummyCookieJar(), connector=TCPConnector(ssl=tls or True))
     opened.push_async_callback(session.close)
     view = TableView(registry, max_age_s=settings.table_max_age_s)
     admission = Admission(
@@ -184,6 +194,7 @@ async def _serving(
         outages=outages,
         ledger=ledger,
         metrics=metrics,
+        credentials=credentials,
     )
     proxy = Proxy(
         name=name,
@@ -213,6 +224,7 @@ async def _serving(
         server=server,
         shares=shares,
         worker=worker,
+        credentials=credentials,
     )
 
     paths = Paths(
@@ -227,6 +239,11 @@ async def _serving(
         refused=proxy.refuse,
     )
 
+    guard = None
+    if api_keys is not None:
+        guard = Guard(
+            paths, api_keys, gate=settings.gate_token, refused=lambda status: metrics.count("unauthorized", str(status))
+        )
     bell = Bell()
     reporter = Reporter(registry, view, proxy, outages.lacking, name=name, max_age_s=settings.table_max_age_s)
     await reporter.tell()  # before the table is read: from here on nothing in it is unloaded without our word
@@ -236,7 +253,7 @@ async def _serving(
         with contextlib.suppress(ControlUnavailable):
             await pipe.connect()
     try:
-        host, port = await server.listen(paths, settings.host, settings.port)
+        host, port = await server.listen(guard or paths, settings.host, settings.port)
         url = reporter.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         work = asyncio.create_task(
             _work(
@@ -249,6 +266,7 @@ async def _serving(
                 ledger.write(),
                 reporter.run(),
                 status.share(),
+                *(files.follow() for files in (api_keys, credentials) if files is not None),
             )
         )
         await asyncio.sleep(0)  # they begin: coroutines that are cancelled before would be said to be forgotten
@@ -266,6 +284,16 @@ async def _serving(
         await ownership.leave()
         with contextlib.suppress(ControlError):
             await registry.forget_router(name)
+
+
+def _read_secrets(
+    keys_file: str, replica_keys_path: str, replica_ca_file: str
+) -> tuple[ApiKeys | None, Credentials | None, ssl.SSLContext | None]:
+    return (
+        ApiKeys(Path(keys_file)) if keys_file else None,
+        Credentials(Path(replica_keys_path)) if replica_keys_path else None,
+        trusting(replica_ca_file, key="router.replica_ca_file"),
+    )
 
 
 async def _work(*loops: Coroutine[Any, Any, None]) -> None:

@@ -15,6 +15,7 @@ from adaptersync.router.call import Call
 from adaptersync.router.connection import Answer, ConnectFailed, Gone, NoRoom, ReplicaError, TimedOut, Unsendable
 from adaptersync.router.connections import Connections
 from adaptersync.router.course import Elsewhere
+from adaptersync.router.credentials import Credentials
 from adaptersync.router.faults import NOTHING, fault, unanswered
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
@@ -45,6 +46,7 @@ class Exchange:
         outages: Outages,
         ledger: Ledger,
         metrics: Metrics,
+        credentials: Credentials | None = None,
     ) -> None:
         self._name = name
         self._settings = settings
@@ -54,6 +56,7 @@ class Exchange:
         self._outages = outages
         self._ledger = ledger
         self._metrics = metrics
+        self._credentials = credentials
 
     async def send(
         self,
@@ -76,6 +79,8 @@ class Exchange:
         call.row.engine_epoch = member.engine_epoch
         if call.recorded:
             self._record(call)
+        if self._credentials is not None:
+            sent = self._credentials.shown(replica, sent)
         sent_at = time.monotonic()
         left_s = self._settings.request_timeout_s - (sent_at - call.started)  # of all that it may take
         attempt = self._attempts.at(replica, member.engine_epoch)

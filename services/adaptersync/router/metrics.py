@@ -26,6 +26,7 @@ _COARSE = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 1
 # name: what it says, labels; for gauges also how those of several workers become one
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "requests": ("Requests by how they ended", ("outcome", "status")),
+    "unauthorized": ("Requests refused for want of a key, or of a scope", ("status",)),
     "routed": ("Choices of a replica", ("routing", "replica")),
     "prompts": ("Prompts by how they were read, and why not by tokens", ("read", "reason")),
     "retries": ("Requests sent to another replica", ("reason",)),

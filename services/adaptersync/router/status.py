@@ -11,6 +11,7 @@ from aiohttp import ClientError, ClientPayloadError, ClientResponse, ClientSessi
 
 from adaptersync.router.admission import Admission
 from adaptersync.router.answers import json_answer, refusal
+from adaptersync.router.credentials import Credentials
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics, text
 from adaptersync.router.outages import Outages
@@ -45,6 +46,7 @@ class Status:
         server: Server,
         shares: Shares,
         worker: int,
+        credentials: Credentials | None = None,
     ) -> None:
         self._name = name
         self._base_model = base_model
@@ -58,6 +60,7 @@ class Status:
         self._metrics = metrics
         self._shares = shares
         self._worker = worker
+        self._credentials = credentials
         self._server = server
         self._model_len: dict[str, int] = {}  # by engine epoch: what the replicas of the present table say
 
@@ -186,14 +189,18 @@ class Status:
 
     async def _max_model_len(self, table: Table) -> int:
         """What the fleet can take: asked of one replica, remembered for the life of its engine."""
-        ready = [table.members[name] for name in self._view.ready]
-        for member in ready:
+        ready = {name: table.members[name] for name in self._view.ready}
+        for member in ready.values():
             if member.engine_epoch in self._model_len:
                 return self._model_len[member.engine_epoch]
-        for member in ready:
+        for name, member in ready.items():
+            shown = self._credentials.shown(name, ()) if self._credentials is not None else ()
             try:
                 async with self._session.get(
-                    member.url.rstrip("/") + "/v1/models", timeout=ClientTimeout(total=MODELS_TIMEOUT_S)
+                    member.url.rstrip("/") + "/v1/models",
+                    headers={key.decode(): value.decode() for key, value in shown},
+                    timeout=ClientTimeout(total=MODELS_TIMEOUT_S),
+                    allow_redirects=False,  # a token is for whom it is for
                 ) as answer:
                     listed = orjson.loads(await _read_whole(answer, MODELS_LIMIT))["data"]
                 model_len = next(int(card["max_model_len"]) for card in listed if not card.get("parent"))

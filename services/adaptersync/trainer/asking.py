@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -11,10 +12,18 @@ from adaptersync.trainer.answers import Answer
 from adaptersync_core.headers import VERSION, VOIDED
 
 
-async def ask(session: aiohttp.ClientSession, url: str, payload: object, timeout: float) -> tuple[Answer, Any]:
+async def ask(
+    session: aiohttp.ClientSession,
+    url: str,
+    payload: object,
+    timeout: float,
+    headers: Mapping[str, str] | None = None,
+) -> tuple[Answer, Any]:
     """The answer and its body; None where there is none to be trained on."""
     try:
-        async with session.post(url, json=payload, timeout=aiohttp.ClientTimeout(total=timeout)) as response:
+        async with session.post(
+            url, json=payload, headers=headers, timeout=aiohttp.ClientTimeout(total=timeout)
+        ) as response:
             raw = await response.read()
     except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
         return Answer(status=0, reason=f"{type(error).__name__}: {error}"), None

@@ -24,6 +24,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from adaptersync.trainer.publisher import AdapterPublisher
+from adaptersync_core.api_keys import bearer
 from adaptersync_core.config import Config
 from adaptersync_core.errors import (
     AdapterInvalid,
@@ -141,6 +142,7 @@ class Relay:
             connector=aiohttp.TCPConnector(limit=self._config.router.max_inflight),
             timeout=aiohttp.ClientTimeout(total=self._config.router.request_timeout_s),
             skip_auto_headers=("Accept-Encoding",),  # what is passed on says nothing of an encoding
+            headers=await asyncio.to_thread(bearer, self._config.trainer.router_key_file),
         )
         try:
             await self._begin()

@@ -52,6 +52,7 @@ from adaptersync.trainer.publication import Publication
 from adaptersync.trainer.publisher import AdapterPublisher
 from adaptersync.trainer.samples import Samples
 from adaptersync.trainer.submissions import Submission
+from adaptersync_core.api_keys import bearer
 from adaptersync_core.config import Config, load_config
 from adaptersync_core.errors import AdapterSyncError, ConfigError, PublicationFailed, Unroutable
 from adaptersync_core.identity import check_run
@@ -123,7 +124,9 @@ class RolloutLoop(_AsyncRolloutLoop):
     """TRL's rollout loop, in its process: pins conversations to versions and judges every answer."""
 
     def __init__(self, *, arguments: str, **kwargs: Any) -> None:
-        super().__init__(**pickle.loads(Path(arguments).read_bytes()), **kwargs)  # noqa: S301 - written by our parent
+        given = pickle.loads(Path(arguments).read_bytes())  # noqa: S301 - written by our parent
+        self._shown = bearer(given.pop("key_file"))
+        super().__init__(**given, **kwargs)
         self._written_by: dict[str, int] = {}  # rollout id → oldest version in it; emptied as groups are scored
         self._conversations = Conversations(
             self._model_version_value,
@@ -180,7 +183,8 @@ class RolloutLoop(_AsyncRolloutLoop):
         mismatches = attempt = 0
         while True:
             asked, name = conversation.asks, self._request_model
-            answer, body = await ask(self.session, f"{self.vllm_server_url}{path}", {**payload, "model": name}, timeout)
+            url, asking = f"{self.vllm_server_url}{path}", {**payload, "model": name}
+            answer, body = await ask(self.session, url, asking, timeout, self._shown)
             verdict = judge(answer, run=self.lora_name, asked=asked, promoted=self.model_version)
             if verdict is Verdict.TAKE:
                 conversation.took(writer(answer, self.lora_name) or asked)
@@ -210,8 +214,9 @@ class RolloutWorker(AsyncRolloutWorker):
     _loop_cls = RolloutLoop
     _loop_kwargs: dict[str, Any]
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, key_file: str = "", **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self._key_file = key_file
         self._model_version_value = self._mp_ctx.Value(Clocks, 0, 0)
 
     def update_oldest_useful(self, version: int) -> None:
@@ -228,7 +233,7 @@ class RolloutWorker(AsyncRolloutWorker):
         arguments = self._loop_kwargs
         with tempfile.NamedTemporaryFile(prefix="adaptersync-rollouts-") as file:
             try:
-                pickle.dump(arguments, file)
+                pickle.dump({**arguments, "key_file": self._key_file}, file)
             except (pickle.PicklingError, AttributeError, TypeError):
                 super().start()  # says which arguments cannot be sent to a process, and why
                 raise
@@ -270,10 +275,10 @@ def _drain(unread: Any, deadline: float) -> None:
 
 
 @contextlib.contextmanager
-def _our_rollout_worker() -> Iterator[None]:
+def _our_rollout_worker(key_file: str = "") -> Iterator[None]:
     """While TRL's constructor runs, have it make our worker and not insist on vLLM, which nothing here uses."""
     theirs = async_grpo_trainer.AsyncRolloutWorker, async_rollout_worker.is_vllm_available
-    async_grpo_trainer.AsyncRolloutWorker = RolloutWorker
+    async_grpo_trainer.AsyncRolloutWorker = functools.partial(RolloutWorker, key_file=key_file)
     async_rollout_worker.is_vllm_available = lambda *_, **__: True
     try:
         yield
@@ -314,7 +319,7 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         self.run = check_run(name, base_model=self._adaptersync.group.base_model)
         self._publisher: AdapterPublisher | None = None
         self._following = threading.Lock()
-        with _our_rollout_worker():
+        with _our_rollout_worker(self._adaptersync.trainer.router_key_file):
             super().__init__(*args, **kwargs)
         self._figures = Figures(inflight_max=self.args.max_inflight_tasks, queued_max=self.args.queue_maxsize)
         self._untold: deque[Submission] = deque(maxlen=UNTOLD)

@@ -1,8 +1,8 @@
 """Keys that clients show, and what each may do; kept as a file of their hashes.
 
 One key a line, `name scopes sha256`, as `adaptersync api-key` writes them: who reads the file learns no key. Keys are
-long and drawn by lot, so one plain hash is enough and costs a microsecond. The file is looked at once a second; while it
-cannot be read, or is not one, the keys that were known stay, and the log says so.
+long and drawn by lot, so one plain hash is enough and costs a microsecond. The file is looked at once a second; while
+it cannot be read, or is not one, the keys that were known stay, and the log says so.
 """
 
 from __future__ import annotations

@@ -20,6 +20,11 @@ ROLLOUTS = ("/v1/completions", "/v1/chat/completions", "/tokenize")
 
 _AUTHORIZATION = b"authorization"
 _GATE = GATE.encode()
+_STRANGER = Unroutable(
+    "no key, or none that is known here",
+    status=401,
+    next_step="send it as Authorization: Bearer KEY; adaptersync api-key makes one",
+)
 _CHALLENGE: tuple[Pair, ...] = ((b"www-authenticate", b'Bearer realm="adaptersync"'),)
 
 
@@ -43,8 +48,11 @@ class Guard:
         if request.path in OPEN:
             return self._paths.handle(request)
         key = self._keys.who(request.header(_AUTHORIZATION))
-        error = self._objection(request, key)
-        if error is not None or key is None:
+        if key is None:
+            return self._no(_STRANGER)
+        scope = wanted(request.path)
+        if scope and not key.may(scope):
+            error = Unroutable(f"key may not {scope}", status=403, key=key.name, path=request.path[:96])
             return self._no(error)
         request.headers = self._passed_on(request, key)
         return self._paths.handle(request)
@@ -55,18 +63,6 @@ class Guard:
             return self._paths.refuse(request, error)
         return refusal(Unroutable(error.reason, status=error.status), status=error.status)
 
-    def _objection(self, request: Request, key: ApiKey | None) -> Unroutable | None:
-        if key is None:
-            return Unroutable(
-                "no key, or none that is known here",
-                status=401,
-                next_step="send it as Authorization: Bearer KEY; adaptersync api-key makes one",
-            )
-        scope = wanted(request.path)
-        if scope and not key.may(scope):
-            return Unroutable(f"key may not {scope}", status=403, key=key.name, path=request.path[:96])
-        return None
-
     def _passed_on(self, request: Request, key: ApiKey) -> list[Pair]:
         """Without the key; an admin's word for the gate is as good as the gate's."""
         pairs = [pair for pair in request.headers if pair[0] != _AUTHORIZATION]
@@ -74,7 +70,6 @@ class Guard:
             pairs = [pair for pair in pairs if pair[0] != _GATE] + [(_GATE, self._gate)]
         return pairs
 
-    async def _no(self, error: Unroutable | None) -> Reply:
-        assert error is not None
+    async def _no(self, error: Unroutable) -> Reply:
         self._refused(error.status)
         return refusal(error, status=error.status, headers=_CHALLENGE if error.status == 401 else ())

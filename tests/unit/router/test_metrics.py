@@ -28,6 +28,7 @@ NAMES = {
     "ledger_spool_bytes": "gauge",
     "ledger_spool_limit_bytes": "gauge",
     "ledger_untold": "counter",
+    "unauthorized": "counter",
     "ledger_waiting": "gauge",
     "ledger_written": "counter",
     "missing_version": "counter",

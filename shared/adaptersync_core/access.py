@@ -38,8 +38,12 @@ SCRIPTS = "eval evalsha"
 QUEUE_ROLES: tuple[Role, ...] = ("coordinator", "worker", "operator")
 QUEUE_KEYS = "rq:*"
 QUEUE_CHANNELS = "rq:pubsub:*"
-QUEUE_COMMANDS = "@read @write eval evalsha"
+# not @write, nor @read: they have commands without keys, such as FLUSHALL
+QUEUE_COMMANDS = (
+    "@hash @list @set @sortedset @string del unlink exists type expire expireat pexpire persist ttl rename eval evalsha"
+)
 QUEUE_KEYLESS = "watch unwatch info publish subscribe unsubscribe psubscribe punsubscribe script|load script|exists"
+WORKING_KEYLESS = "client|list"  # a worker of rq looks itself up
 LOOKING_KEYLESS = "info"  # for `status`: what kind of server this is
 
 # Of which part of a key's name an instance of a role is the owner. A trainer owns its run's versions, too.
@@ -86,15 +90,19 @@ def hashed(password: str) -> str:
 
 
 def rules(group: str, instance: Instance, *, server: Server | None = None) -> Iterator[str]:
-    """What one user may do, as the words of an ACL rule."""
+    """What one user may do, as the arguments of ACL SETUSER."""
     head, role = f"{PREFIX}:{{{check_name('group', group)}}}:", instance.role
-    yield "resetkeys resetchannels -@all"
-    yield _allowed(KEYLESS)
+    yield from ("resetkeys", "resetchannels", "-@all")
     queues = role in QUEUE_ROLES and server != "cache"
+    keyless = [KEYLESS]
     if queues:
-        yield f"{_allowed(QUEUE_KEYLESS)} &{QUEUE_CHANNELS}"
-    elif role == "reader":
-        yield _allowed(LOOKING_KEYLESS)
+        keyless.append(QUEUE_KEYLESS)
+        yield f"&{QUEUE_CHANNELS}"
+    if role == "worker":
+        keyless.append(WORKING_KEYLESS)
+    if role == "reader":
+        keyless.append(LOOKING_KEYLESS)
+    yield from _allowed(" ".join(keyless)).split()
     reads: dict[str, list[str]] = defaultdict(list)  # keys by command
     writes: dict[str, list[str]] = defaultdict(list)
     for spec in SPECS:

@@ -111,8 +111,10 @@ def find_binary(chosen: str | None = None, environment: Mapping[str, str] = os.e
         raise
 
 
-def render_config(role: Role, *, directory: Path, port: int, password: str | None, maxmemory_mb: int) -> str:
-    """The whole configuration file of one server."""
+def render_config(
+    role: Role, *, directory: Path, port: int, password: str | None, maxmemory_mb: int, acl_file: Path | None = None
+) -> str:
+    """The whole configuration file of one server. With an `acl_file` the users are those of it."""
     lines = [
         f"bind {HOST}",
         f"port {port}",
@@ -129,6 +131,8 @@ def render_config(role: Role, *, directory: Path, port: int, password: str | Non
         case Role.CACHE:
             # Eviction picks from a sample; 10 comes close to true LRU where keys are few and large.
             lines += ["appendonly no", "maxmemory-policy volatile-lru", "maxmemory-samples 10"]
+    if acl_file is not None:
+        lines.append(f"aclfile {_quoted(str(acl_file))}")
     if password is not None:
         lines.append(f"requirepass {_quoted(password)}")
     return "\n".join(lines) + "\n"

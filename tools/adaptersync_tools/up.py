@@ -18,7 +18,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,12 +27,15 @@ import msgspec
 import orjson
 from msgspec import Struct
 
-from adaptersync_core.config import Config, load_config, variable
+from adaptersync_core.api_keys import bearer
+from adaptersync_core.config import Config, GroupSection, load_config, variable
 from adaptersync_core.errors import ConfigError, ControlError
 from adaptersync_core.keys import Keys
+from adaptersync_core.keys import Role as ServiceRole
 from adaptersync_core.redis import rq_connection, translated
 from adaptersync_tools import explain
 from adaptersync_tools.engines import HOST, EngineSettings, EventPorts, gpu_count, simulator_spec, vllm_spec
+from adaptersync_tools.secured import Secured
 from adaptersync_tools.servers import Role, find_binary, render_config
 from adaptersync_tools.simulator.store import Mount
 from adaptersync_tools.supervisor import Service, Spec, StackFailed, Supervisor, python
@@ -60,6 +63,8 @@ class StackSettings(Struct, frozen=True, kw_only=True):
     """Other fields of EngineSettings."""
     overrides: dict[str, Any] = {}
     """Other settings of the services, as "section.key"."""
+    secured: tuple[str, ...] = ()
+    """Runs that may be trained. With any, each service is a user of Redis of its own, and the router wants keys."""
     mount: Mount | None = None
     """How every agent's mount of the store is to behave; None: it is a directory like another."""
 
@@ -83,6 +88,7 @@ class Stack:
         self.engine_urls: dict[str, str] = {}
         self._environment: dict[str, str] = {}
         self._router_ports: list[int] = []
+        self.secured = Secured(self.state_dir / "secrets", settings.overrides.get("group.name", GroupSection().name))
         self._progress = progress or Progress()
         self._cleanup = contextlib.ExitStack()
 
@@ -177,12 +183,27 @@ class Stack:
             "relay.router_url": f"http://{HOST}:{router}",
             "trainer.router_url": f"http://{HOST}:{router}",
             "coordinator.min_ready": 1,
+            **(self._secure() if self.settings.secured else {}),
             **self.settings.overrides,
         }
         self.config_path.write_text(explain.to_toml(settings), encoding="utf-8")
         # the caller's environment may speak of another fleet: what is set here must not be overruled by it
         self._environment = {variable(name): str(value) for name, value in settings.items()}
         return load_config(self.config_path, environment={**os.environ, **self._environment})
+
+    def _secure(self) -> dict[str, str]:
+        """Make users and keys; returns the settings of whoever operates the fleet."""
+        chosen = self.settings
+        return self.secured.make(
+            agents=[f"replica-{number}" for number in range(chosen.replicas)],
+            coordinators=[f"coordinator-{number}" for number in range(chosen.coordinators)],
+            routers=[f"router-{number}" for number in range(chosen.routers)],
+            trainers=chosen.secured,
+        )
+
+    def user(self, role: ServiceRole, name: str) -> dict[str, str]:
+        """The variables that make a process this user of Redis, where the fleet is secured."""
+        return self.secured.user(role, name) if self.settings.secured else {}
 
     def _engine_settings(self) -> EngineSettings:
         return EngineSettings(model=self.settings.model.absolute(), **self.settings.engine)
@@ -194,7 +215,14 @@ class Stack:
             directory.mkdir(mode=0o700, exist_ok=True)
             config = directory / "server.conf"
             config.write_text(
-                render_config(role, directory=directory, port=port, password=None, maxmemory_mb=SERVER_MEMORY_MB)
+                render_config(
+                    role,
+                    directory=directory,
+                    port=port,
+                    password=None,
+                    maxmemory_mb=SERVER_MEMORY_MB,
+                    acl_file=self.secured.acl_file(role) if self.settings.secured else None,
+                )
             )
             self.supervisor.start(Spec(name=f"redis-{role}", command=(binary, str(config)), tier=SERVER_TIER))
         for role, url in ((Role.CONTROL, self.config.redis.control_url), (Role.CACHE, self.config.redis.cache_url)):
@@ -238,30 +266,36 @@ class Stack:
             environment = {
                 "ADAPTERSYNC_AGENT__STAGE_PATH": str(self.state_dir / "staged" / name),
                 "ADAPTERSYNC_AGENT__TOKEN_FILE": str(self.token_file(name)),
+                **self.user("agent", name),
             }
             arguments = ("--name", name, "--engine-url", url)
             self._launch(name.replace("replica", "agent"), self._agent_program(), *arguments, environment=environment)
-        self._service("coordinator", "coordinator")
+        self._service("coordinator", self.user("coordinator", "coordinator-0"), "coordinator")
         for number in range(1, self.settings.coordinators):
-            self._service(f"coordinator-{number}", "coordinator", "--name", f"coordinator-{number}")
-        self._service("worker", "worker")
-        self._service("router", "router", tier=FRONT_TIER)
+            name = f"coordinator-{number}"
+            self._service(name, self.user("coordinator", name), "coordinator", "--name", name)
+        self._service("worker", self.user("worker", "worker-0"), "worker")
+        self._service("router", self.user("router", "router-0"), "router", tier=FRONT_TIER)
         for number, port in enumerate(self._router_ports[1:], 1):
             options = ("--name", f"router-{number}", "--port", str(port))
-            self._service(f"router-{number}", "router", *options, tier=FRONT_TIER)
+            user = self.user("router", f"router-{number}")
+            self._service(f"router-{number}", user, "router", *options, tier=FRONT_TIER)
         self._wait("agents and coordinator", self._members_ready, FLEET_READY_S)
+        shown = bearer(self.config.trainer.router_key_file)
         for url in self.router_urls:
             # what a fleet can take is told by a replica of it
             said = f"{url}/v1/models" if self.engine_urls else f"{url}/metrics"
-            self._wait("router", lambda said=said: answers(said), FLEET_READY_S)  # type: ignore[misc]
+            self._wait("router", lambda said=said: answers(said, shown), FLEET_READY_S)  # type: ignore[misc]
 
     def _agent_program(self) -> tuple[str, ...]:
         if self.settings.mount is None:
             return ("adaptersync_tools.cli", "agent")
         return ("adaptersync_tools.simulator.agent", "--mount", msgspec.json.encode(self.settings.mount).decode())
 
-    def _service(self, name: str, command: str, *arguments: str, tier: int = SERVICE_TIER) -> None:
-        self._launch(name, ("adaptersync_tools.cli", command), *arguments, tier=tier)
+    def _service(
+        self, name: str, user: dict[str, str], command: str, *arguments: str, tier: int = SERVICE_TIER
+    ) -> None:
+        self._launch(name, ("adaptersync_tools.cli", command), *arguments, tier=tier, environment=user)
 
     def _launch(
         self,
@@ -290,10 +324,11 @@ class Stack:
         self._progress.done(what, self.supervisor.wait_for(what, ready, limit_s=limit_s))
 
 
-def answers(url: str) -> bool:
+def answers(url: str, headers: Mapping[str, str] | None = None) -> bool:
     """Whether a server says 200."""
     try:
-        with urllib.request.urlopen(url, timeout=HTTP_TIMEOUT_S) as answer:  # noqa: S310 (our own loopback)
+        asked = urllib.request.Request(url, headers=dict(headers or {}))  # noqa: S310 (our own loopback)
+        with urllib.request.urlopen(asked, timeout=HTTP_TIMEOUT_S) as answer:  # noqa: S310
             return bool(answer.status == 200)
     except (OSError, urllib.error.URLError):
         return False

@@ -87,6 +87,7 @@ def test_labels_are_those_that_dashboards_know() -> None:
         "routed": ["replica", "routing"],
         "prompts": ["read", "reason"],
         "retries": ["reason"],
+        "unauthorized": ["status"],
         "missing_version": ["replica"],
         "circuit": ["replica"],
         "inflight": ["replica"],

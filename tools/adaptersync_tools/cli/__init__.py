@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import click
 
-from adaptersync_tools.cli import bench, changing, local, publishing, reading, route, services, sizing, timing
+from adaptersync_tools.cli import bench, changing, local, publishing, reading, route, securing, services, sizing, timing
 from adaptersync_tools.cli.common import run_command
 
 
@@ -41,6 +41,7 @@ for command in (
     *changing.COMMANDS,
     *services.COMMANDS,
     *sizing.COMMANDS,
+    *securing.COMMANDS,
     *bench.COMMANDS,
 ):
     adaptersync.add_command(command)

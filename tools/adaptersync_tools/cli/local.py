@@ -11,6 +11,7 @@ from types import FrameType
 import click
 from rich.text import Text
 
+from adaptersync_core.address import where
 from adaptersync_core.errors import ConfigError
 from adaptersync_core.keys import Keys
 from adaptersync_tools.output import Narrator, console
@@ -35,7 +36,13 @@ LOOK_S = 0.5
 @click.option(
     "--router-port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one."
 )
-def up(replicas: int, simulated: bool, model: Path | None, state_dir: Path, router_port: int) -> None:
+@click.option(
+    "--secured", multiple=True, metavar="RUN",
+    help="Let nobody do more than it needs: users of Redis, keys of the router. Names a run to be trained; repeat it.",
+)  # fmt: skip
+def up(
+    replicas: int, simulated: bool, model: Path | None, state_dir: Path, router_port: int, secured: tuple[str, ...]
+) -> None:
     """Run a whole fleet on this machine.
 
     Two Redis servers, replicas with their agents, coordinator, router and worker.
@@ -58,7 +65,12 @@ def up(replicas: int, simulated: bool, model: Path | None, state_dir: Path, rout
 
             model = write_base_model(Path(scratch) / "base")
         chosen = StackSettings(
-            model=model, state_dir=state_dir, replicas=replicas, simulated=simulated, router_port=router_port
+            model=model,
+            state_dir=state_dir,
+            replicas=replicas,
+            simulated=simulated,
+            router_port=router_port,
+            secured=secured,
         )
         try:
             with Stack(chosen, narrator) as stack:
@@ -73,7 +85,8 @@ def _introduce(stack: Stack) -> None:
     out = console(stderr=True)
     out.print(Text.assemble("\nrouter      ", (stack.router_url, "bold green")))
     out.print(Text.assemble("settings    ", (f"export ADAPTERSYNC_CONFIG={stack.config_path}", "bold")))
-    events = f"redis-cli -u {stack.config.redis.control_url} XRANGE '{Keys(stack.config.group.name).events}' - +"
+    server, stream = where(stack.config.redis.control_url), Keys(stack.config.group.name).events
+    events = f"redis-cli -u redis://{server} XRANGE '{stream}' - +"
     out.print(Text.assemble("events      ", events), soft_wrap=True)
     out.print(f"logs        {stack.logs}")
     out.print(Text("look        adaptersync status · versions · events --follow", "dim"))

@@ -40,10 +40,11 @@ QUEUE_KEYS = "rq:*"
 QUEUE_CHANNELS = "rq:pubsub:*"
 # not @write, nor @read: they have commands without keys, such as FLUSHALL
 QUEUE_COMMANDS = (
-    "@hash @list @set @sortedset @string del unlink exists type expire expireat pexpire persist ttl rename eval evalsha"
+    "@hash @list @set @sortedset @stream @string watch del unlink exists type expire expireat pexpire persist ttl rename "
+    "eval evalsha"
 )
-QUEUE_KEYLESS = "watch unwatch info publish subscribe unsubscribe psubscribe punsubscribe script|load script|exists"
-WORKING_KEYLESS = "client|list"  # a worker of rq looks itself up
+QUEUE_KEYLESS = "unwatch info publish subscribe unsubscribe psubscribe punsubscribe script|load script|exists"
+WORKING_KEYLESS = "client|info"  # a worker of rq looks itself up
 LOOKING_KEYLESS = "info"  # for `status`: what kind of server this is
 
 # Of which part of a key's name an instance of a role is the owner. A trainer owns its run's versions, too.

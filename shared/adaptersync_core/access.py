@@ -40,8 +40,8 @@ QUEUE_KEYS = "rq:*"
 QUEUE_CHANNELS = "rq:pubsub:*"
 # not @write, nor @read: they have commands without keys, such as FLUSHALL
 QUEUE_COMMANDS = (
-    "@hash @list @set @sortedset @stream @string watch del unlink exists type expire expireat pexpire persist ttl rename "
-    "eval evalsha"
+    "@hash @list @set @sortedset @stream @string watch del unlink exists type rename "
+    "expire expireat pexpire persist ttl eval evalsha"
 )
 QUEUE_KEYLESS = "unwatch info publish subscribe unsubscribe psubscribe punsubscribe script|load script|exists"
 WORKING_KEYLESS = "client|info"  # a worker of rq looks itself up

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,7 @@ class Upstream:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     chunk_gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1000))
     seen: list[Seen] = field(default_factory=list)
+    shown: list[str] = field(default_factory=list)  # as keys, by who asked for its models
     in_flight: int = 0
     largest: int = 0
     aborted: int = 0
@@ -85,6 +87,7 @@ class Upstream:
             self.in_flight -= 1
 
     async def models(self, request: web.Request) -> web.Response:
+        self.shown.append(request.headers.get("Authorization", ""))
         card = {"id": "base", "object": "model", "parent": None, "max_model_len": MAX_MODEL_LEN}
         return web.json_response({"object": "list", "data": [card]})
 
@@ -107,7 +110,7 @@ class Upstream:
 
 
 @contextlib.asynccontextmanager
-async def upstream(name: str) -> AsyncIterator[Upstream]:
+async def upstream(name: str, tls: ssl.SSLContext | None = None) -> AsyncIterator[Upstream]:
     """A replica that answers at once until a test says otherwise."""
     replica = Upstream(name)
     replica.gate.set()
@@ -117,10 +120,10 @@ async def upstream(name: str) -> AsyncIterator[Upstream]:
     app.router.add_get("/v1/models", replica.models)
     replica.runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
     await replica.runner.setup()
-    site = web.TCPSite(replica.runner, "127.0.0.1", 0)
+    site = web.TCPSite(replica.runner, "127.0.0.1", 0, ssl_context=tls)
     await site.start()
     host, port = replica.runner.addresses[0][:2]
-    replica.url = f"http://{host}:{port}"
+    replica.url = f"{'https' if tls else 'http'}://{host}:{port}"
     try:
         yield replica
     finally:

@@ -216,6 +216,14 @@ async def test_a_reader_sees_everything_and_changes_nothing(registry: Callable[[
             await call
 
 
+async def test_an_operator_ends_a_run_and_nobody_else_does(registry: Callable[[Role], Registry]) -> None:
+    await registry("trainer").begin_run("run-a", nonce="n", max_staleness=1, trainer="host")
+    for role in ("agent", "reader", "router", "worker"):
+        with pytest.raises(ControlError):
+            await registry(role).close_run("run-a", reason="x", alive_s=0)
+    assert await registry("operator").close_run("run-a", reason="x", alive_s=0)
+
+
 async def test_an_operator_asks_and_does_not_decide(registry: Callable[[Role], Registry]) -> None:
     operator = registry("operator")
     assert await operator.request(Request(kind="rollback", run="run-a"))

@@ -217,7 +217,10 @@ class RouterSection(Section, frozen=True, kw_only=True):
     replica_ca_file: str = ""
     """Who vouches for replicas with https:// addresses. Empty: whom this host trusts."""
     gate_token: str = ""
-    """Whoever sends it as x-adaptersync-gate may ask for versions that wait at the gate. Empty: nobody may."""
+    """Whoever sends it as x-adaptersync-gate may ask for versions that wait at the gate. Empty: nobody may, but for
+    admins of keys_file."""
+    gate_token_file: str = ""
+    """A file with it, rather."""
 
 
 class RelaySection(Section, frozen=True, kw_only=True):

@@ -38,7 +38,7 @@ from adaptersync.router.status import Status
 from adaptersync.router.table import TableView
 from adaptersync.router.tokenizer import Tokenizer, load
 from adaptersync.router.workers import Shares, reserved, run
-from adaptersync_core.api_keys import ApiKeys
+from adaptersync_core.api_keys import ApiKeys, read_secret
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import ControlError, ControlUnavailable
@@ -140,6 +140,8 @@ async def _serving(
     opened.callback(reader.close)
     known = settings.keys_file, settings.replica_keys_path, settings.replica_ca_file
     api_keys, credentials, tls = await asyncio.to_thread(_read_secrets, *known)
+    if settings.gate_token_file:
+        settings = replace(settings, gate_token=await asyncio.to_thread(read_secret, Path(settings.gate_token_file)))
     if api_keys is not None and not settings.gate_token:  # an admin's key opens the gate, too
         settings = replace(settings, gate_token=secrets.token_hex(16))
     connections = Connections(

@@ -333,7 +333,7 @@ def show_config(config_path: Path | None, as_json: bool, explained: bool) -> Non
         print_json(found if explained else {key.name: key.value for key in found})
     elif explained:
         rows = [
-            (key.name, key.default, Text(_shown(key.value), "bold") if key.value != key.default else "", key.meaning)
+            (key.name, key.default, Text(_shown(key), "bold") if key.value != key.default else "", key.meaning)
             for key in found
         ]
         out = console()
@@ -343,9 +343,9 @@ def show_config(config_path: Path | None, as_json: bool, explained: bool) -> Non
         click.echo(explain.to_toml({key.name: key.value for key in found}), nl=False)
 
 
-def _shown(value: object) -> str:
-    """Without the password of an address: a table is looked at, and shown to others."""
-    return re.sub(r"//[^/@]*@", "//***@", str(value))
+def _shown(key: explain.Key) -> str:
+    """Without a secret, or the password of an address: a table is looked at, and shown to others."""
+    return "***" if key.name == "router.gate_token" else re.sub(r"//[^/@]*@", "//***@", str(key.value))
 
 
 COMMANDS = (status, versions, events, show_config)

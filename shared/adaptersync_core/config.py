@@ -79,8 +79,9 @@ class RedisSection(Section, frozen=True, kw_only=True):
     ca_file: str = ""
     """Who vouches for the servers of rediss:// addresses. Empty: whom this host trusts."""
     cert_file: str = ""
-    """What this shows to servers that want to know their clients, and in `key_file` the key of it."""
+    """What this shows to servers that want to know their clients."""
     key_file: str = ""
+    """The private key of it."""
     lane_bytes: int = 64 << 20
     """The largest version whose bytes travel through the cache server, ahead of the mounted store. 0: none do."""
 

@@ -196,17 +196,18 @@ def test_a_secured_fleet_does_everything_and_tells_no_secret(fleet: Fleet, tmp_p
 
     # what they may not: each is refused, in one line, and nothing came of it
     another = write_adapter(tmp_path / "another", base="base", seed=3)
-    for command, user in (
+    tried: tuple[tuple[tuple[str, ...], str], ...] = (
         (("publish", str(another), "--run", "other-run"), f"trainer:{RUN}"),
         (("publish", str(another), "--run", RUN), "reader:reader-0"),
         (("rollback", RUN, "--reason", "x"), "reader:reader-0"),
         (("rollback", RUN, "--reason", "x"), "agent:replica-0"),
         (("verify", version), "router:router-0"),
-    ):
-        run = fleet.run(*command, user=user)
-        assert run.returncode not in (0, 70), (command, user)
+    )
+    for args, user in tried:
+        run = fleet.run(*args, user=user)
+        assert run.returncode not in (0, 70), (args, user)
         assert len(run.stderr.strip().splitlines()) == 1, run.stderr
-        said[f"{user} {command}"] = run.stderr.encode()
+        said[f"{user} {args}"] = run.stderr.encode()
     assert {line.partition(": ")[0] for line in fleet.refused()} == {
         f"default:{user}" for user in (f"trainer:{RUN}", "reader:reader-0", "agent:replica-0", "router:router-0")
     }

@@ -85,7 +85,7 @@ async def registry(admin: redis.Redis, redis_url: str) -> AsyncIterator[Callable
 
 
 def dry(admin: redis.Redis, role: Role, *command: str) -> bool:
-    return bool(admin.execute_command("ACL", "DRYRUN", instance(role).user(GROUP), *command) == "OK")
+    return bool(admin.acl_dryrun(instance(role).user(GROUP), *command) == "OK")
 
 
 @pytest.mark.parametrize("role", EVERYBODY)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+from adaptersync_core.address import Credentials, credentials
 from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, ControlError
 from adaptersync_core.keys import Keys
@@ -53,11 +54,12 @@ async def _server(verdict: Verdict, about: str, url: str, keys: Keys) -> None:
         verdict.check(about, safe, "it is reached without encryption, from other hosts", fix, level="warning")
         verdict.check(
             about,
-            safe or bool(where.password),
+            safe or credentials(url) != Credentials(),
             "it takes commands without a password, from other hosts",
-            "give it users and passwords, and put them into the address",
+            "give it users: adaptersync acl, then redis.user and redis.password_file",
         )
-        await _rights(verdict, about, client, keys)
+        if about == "control server":  # what a user may do on the other one depends on its role
+            await _rights(verdict, about, client, keys)
         await _clock(verdict, about, client)
         told = await _told(verdict, about, client)
         if told:

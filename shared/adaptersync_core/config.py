@@ -31,6 +31,8 @@ REDIS_SCHEMES = ("redis", "rediss", "unix")
 WORKERS = 64  # processes of one router
 SPOOL_MIN_BYTES = 16_384  # a few rows
 BLOCKS = 4096  # of one prompt: one script call takes them all, and meanwhile the cache server serves nobody else
+NEVER = ("session_s", "ledger_s")  # durations that may be 0
+LEDGER_KEPT_MIN_S = 60  # routers look every second whether Redis lost what it took; some are stopped for a moment
 # with 0, nothing would be served
 AT_LEAST_ONE = (
     "coordinator.min_ready",
@@ -251,6 +253,12 @@ class JobsSection(Section, frozen=True, kw_only=True):
     """Read every promoted version again, off the critical path."""
     metrics_port: int = 0
     """Where Prometheus reads its figures, at /metrics; each service of a host needs its own. 0: nowhere."""
+    ledger_s: float = 60.0
+    """How often what the ledger has in Redis is archived in the store, by a worker with the extra `ledger`. 0: never,
+    and nothing is trimmed."""
+    ledger_kept_s: float = 3600.0
+    """How long rows, fates and events stay in Redis, too, once they are archived: commands that count rollouts see no
+    more. At least 60: meanwhile routers look whether Redis has lost any."""
 
 
 class TelemetrySection(Section, frozen=True, kw_only=True):
@@ -406,7 +414,7 @@ def _check(config: Config) -> None:
             value = getattr(values, key)
             if type(value) not in (int, float):
                 continue
-            if not math.isfinite(value) or value < 0 or (value == 0 and key.endswith("_s") and key != "session_s"):
+            if not math.isfinite(value) or value < 0 or (value == 0 and key.endswith("_s") and key not in NEVER):
                 raise ConfigError("setting must be positive and finite", key=f"{section}.{key}", value=value)
             if key in ("port", "metrics_port") and value > 65535:
                 raise ConfigError("setting must be a port, 0 to 65535", key=f"{section}.{key}", value=value)
@@ -448,6 +456,12 @@ def _check(config: Config) -> None:
             f"setting must be at least router.body_bytes, {config.router.body_bytes}",
             key="router.arriving_bytes",
             value=config.router.arriving_bytes,
+        )
+    if config.jobs.ledger_kept_s < LEDGER_KEPT_MIN_S:
+        raise ConfigError(
+            f"setting must be at least {LEDGER_KEPT_MIN_S}: routers take what is trimmed before they look for lost",
+            key="jobs.ledger_kept_s",
+            value=config.jobs.ledger_kept_s,
         )
     if config.group.blocks_per_request > BLOCKS:
         raise ConfigError(

@@ -63,9 +63,9 @@ SPECS = (
         pattern="store",
         type="string",
         server="control",
-        writer="trainer, coordinator",
+        writer="trainer, coordinator, worker",
         bound="an id",
-        access={"trainer": "setnx", "coordinator": "setnx"},
+        access={"trainer": "setnx", "coordinator": "setnx", "worker": "setnx"},
     ),
     KeySpec(
         pattern="table",
@@ -80,17 +80,26 @@ SPECS = (
         type="stream",
         server="control",
         writer="all",
-        bound="none yet: one a thing that happened",
-        access=dict.fromkeys(("trainer", "agent", "coordinator", "worker", "operator"), "xadd"),
+        bound="20000 and those of the last jobs.ledger_kept_s; trimmed once archived",
+        access={**dict.fromkeys(("trainer", "agent", "coordinator", "operator"), "xadd"), "worker": "xadd xtrim"},
     ),
     KeySpec(
         pattern="rollouts",
         type="stream",
         server="control",
         writer="router",
-        bound="none yet: one a rollout",
-        access={"router": "xadd"},
+        bound="those of the last jobs.ledger_kept_s; trimmed once archived",
+        access={"router": "xadd", "worker": "xtrim"},
         readers=("trainer", "router", "worker", "operator", "reader"),
+    ),
+    KeySpec(
+        pattern="fates",
+        type="stream",
+        server="control",
+        writer="trainer",
+        bound="those of the last jobs.ledger_kept_s; trimmed once archived",
+        access={"trainer": "xadd", "worker": "xtrim"},
+        readers=("worker", "operator", "reader"),
     ),
     KeySpec(
         pattern="runs",
@@ -278,6 +287,7 @@ class Keys:
         self.table = self._head + "table"
         self.events = self._head + "events"
         self.rollouts = self._head + "rollouts"
+        self.fates = self._head + "fates"
         self.runs = self._head + "runs"
         self.requests = self._head + "requests"
         self.replicas = self._head + "replicas"

@@ -17,6 +17,7 @@ from adaptersync_core.config import Config
 from adaptersync_core.redis import rq_connection, translated
 
 VERIFY = "adaptersync.jobs.verify.verify_version"
+DRAIN = "adaptersync.jobs.ledger.drain_ledger"
 JOB_TIMEOUT_S = 600
 RESULT_TTL_S = 3600  # the verdict is in the version's record; this is for who looks at rq
 FAILURE_TTL_S = 86_400
@@ -32,9 +33,21 @@ def verification_id(group: str, adapter_id: str) -> str:
     return f"verify-{group}-IN-{adapter_id}".replace(".", "D")
 
 
+def drain_id(group: str) -> str:
+    return f"ledger-{group}".replace(".", "D")
+
+
 def enqueue_verification(config: Config, adapter_id: str) -> str:
     """Ask for a deep verification of a stored version; returns the job's id. Blocking: call it in a thread."""
-    job_id = verification_id(config.group.name, adapter_id)
+    return _enqueue(config, verification_id(config.group.name, adapter_id), VERIFY, adapter_id)
+
+
+def enqueue_drain(config: Config) -> str:
+    """Ask for the ledger to be archived; returns the job's id. Blocking, too."""
+    return _enqueue(config, drain_id(config.group.name), DRAIN)
+
+
+def _enqueue(config: Config, job_id: str, function: str, *arguments: str) -> str:
     with (
         translated(config.redis.control_url),
         contextlib.closing(rq_connection(config.redis.control_url)) as connection,
@@ -45,8 +58,8 @@ def enqueue_verification(config: Config, adapter_id: str) -> str:
         queue = Queue(queue_name(config.group.name), connection=connection, serializer=JSONSerializer)
         with contextlib.suppress(DuplicateJobError):  # asked for already
             queue.enqueue(
-                VERIFY,
-                adapter_id,
+                function,
+                *arguments,
                 job_id=job_id,
                 unique=True,
                 job_timeout=JOB_TIMEOUT_S,

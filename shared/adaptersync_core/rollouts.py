@@ -39,7 +39,9 @@ class Row(Struct, kw_only=True, omit_defaults=True):
     sequences, `alike` of them of a prompt of so many `blocks`, of which `boilerplate` were everybody's; `chain` is its
     hash, with "known:hash " before it where the prompt goes on from one that was known; a block is of `block_size`
     tokens, or bytes. `rank` is which of the replica's engines answered, where it has several. A row may be without what
-    came after it was opened. A router fills it as it goes.
+    came after it was opened. A router fills it as it goes. `prompt` is the head of the SHA-256 of the prompt's JSON, or
+    the messages', as it was sent. `request_id` is a random name of the router's process and, for rollouts, a number
+    that counts without a gap.
 
     `first_token_s` counts from sending to the replica, too, and only streams have it: when the first token of an answer
     was there that came whole, only its engine knows.
@@ -83,6 +85,7 @@ class Row(Struct, kw_only=True, omit_defaults=True):
     session: str = ""
     rank: int | None = None
     reason: str = ""
+    prompt: str = ""
 
 
 _decoder = msgspec.json.Decoder(Row)

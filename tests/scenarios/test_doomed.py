@@ -36,7 +36,7 @@ async def test_s29_a_doomed_conversation_is_cut_off_down_to_the_engine_and_begun
                 body = {"model": model, "prompt": [1, 2, 3], "max_tokens": tokens.pop(0), "ignore_eos": True}
                 return await ask(session, f"{fleet.url}/v1/completions", body, 60.0)
 
-            conversations = Conversations(told, cut_off=True, on_doomed=lambda: doomed.append(1))
+            conversations = Conversations(told, cut_off=True, on_doomed=lambda _: doomed.append(1))
             watch = asyncio.create_task(conversations.watch())
             rollout = asyncio.create_task(conversations.hold(converse))
             await wait_until(lambda: _busy(fleet) == 1, timeout_s=20)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from adaptersync.trainer.checkpoint import adapter_in
+from adaptersync.trainer.fates import RolloutFates
 from adaptersync.trainer.publication import Outcome
 from adaptersync_core.errors import PublicationFailed
 from adaptersync_core.identity import adapter_id
@@ -55,6 +56,7 @@ class FakePublisher:
 
     def __init__(self, fates: Mapping[int, str] | None = None, *, last: int = 0) -> None:
         self.fates = dict(fates or {})
+        self.rollouts = RolloutFates()
         self.current_seq: int | None = None
         self.waited_for: list[int] = []
         self.published: list[SimpleNamespace] = []

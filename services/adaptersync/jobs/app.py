@@ -8,9 +8,12 @@ its worker is found again within the maintenance interval.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -21,16 +24,17 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 
 from adaptersync.jobs.figures import JobFigures
+from adaptersync_core.archive import installed
 from adaptersync_core.config import Config, as_text, variable
 from adaptersync_core.errors import ControlError
 from adaptersync_core.figures import served
-from adaptersync_core.queue import VERIFY, queue_name
+from adaptersync_core.queue import DRAIN, VERIFY, enqueue_drain, queue_name
 from adaptersync_core.redis import rq_connection, translated
 from adaptersync_core.telemetry import configure_logging
 
 MAINTENANCE_S = 60
 LOOK_S = 1  # how soon a worker without a job learns that it is to stop
-JOBS = frozenset({VERIFY})  # what a worker runs
+JOBS = frozenset({VERIFY, DRAIN})  # what a worker runs
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +63,12 @@ class ListedJob(Job):
 
 class PatientWorker(Worker):
     """Stops between two jobs. rq's own worker raises an exception out of its signal handler, and asks Redis from there:
-    in the midst of whatever it does, which has lost the signal, and has crashed the interpreter."""
+    in the midst of whatever it does, which has lost the signal, and has crashed the interpreter.
+
+    While it waits it does what is `due`.
+    """
+
+    due: Callable[[], None] | None = None
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
         self._stop_requested = True
@@ -71,6 +80,8 @@ class PatientWorker(Worker):
         self, timeout: int | None, max_idle_time: int | None = None
     ) -> tuple[Job, Queue] | None:
         while not self._stop_requested:
+            if self.due is not None:
+                self.due()
             if (found := super().dequeue_job_and_maintain_ttl(LOOK_S, LOOK_S)) is not None:
                 return found
         return None
@@ -94,9 +105,32 @@ def run_worker(config: Config) -> None:
             job_class=ListedJob,
             maintenance_interval=MAINTENANCE_S,
         )
+        worker.due = archiving(config)
         log.info("working on %s", queue.name)
         with served(JobFigures(config), host=config.telemetry.metrics_host, port=config.jobs.metrics_port):
             worker.work(logging_level="WARNING")
+
+
+def archiving(config: Config) -> Callable[[], None] | None:
+    """Asks for the ledger to be archived, each time it is called that it is time; of several workers one counts."""
+    every_s = config.jobs.ledger_s
+    if not every_s:
+        return None
+    if not installed():
+        log.warning("the ledger stays in Redis: to archive it, pip install 'adaptersync[ledger]', or set jobs.ledger_s")
+        return None
+    asked_at = -math.inf
+
+    def due() -> None:
+        nonlocal asked_at
+        if time.monotonic() - asked_at >= every_s:
+            asked_at = time.monotonic()
+            try:
+                enqueue_drain(config)
+            except ControlError as error:
+                log.warning("archiving of the ledger not asked for: %s", error)
+
+    return due
 
 
 def environment(config: Config) -> dict[str, str]:

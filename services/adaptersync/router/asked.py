@@ -6,6 +6,8 @@ would harm others by: see `check`.
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
 from msgspec import Raw, Struct
 
@@ -14,6 +16,8 @@ from adaptersync_core.errors import Unroutable
 NOTHING = Raw()  # a field that was not given
 NULL = (NOTHING, Raw(b"null"))
 YES, NO = Raw(b"true"), Raw(b"false")
+
+PROMPT_DIGITS = 32
 
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 _TOLD_AGAIN = "kv_cache_report_mode"
@@ -95,6 +99,12 @@ def check(asked: Asked, *, chat: bool, scoring: bool) -> None:
             next_step="leave it out",
             field=f"vllm_xargs.{_TOLD_AGAIN}",
         )
+
+
+def fingerprint(asked: Asked, *, chat: bool) -> str:
+    """What the ledger knows a prompt by: the head of the SHA-256 of its JSON as it came; empty where there is none."""
+    prompt = asked.messages if chat else asked.prompt
+    return "" if prompt in NULL else hashlib.sha256(prompt).hexdigest()[:PROMPT_DIGITS]
 
 
 def _scores(asked: Asked, *, chat: bool) -> str:

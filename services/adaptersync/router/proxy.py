@@ -19,7 +19,7 @@ from msgspec import Raw
 
 from adaptersync.router.admission import Admission
 from adaptersync.router.answers import refusal
-from adaptersync.router.asked import Asked, check
+from adaptersync.router.asked import Asked, check, fingerprint
 from adaptersync.router.call import Call
 from adaptersync.router.chains import NONE, Chains, RememberedChains
 from adaptersync.router.course import Course, Elsewhere, Leg
@@ -83,7 +83,7 @@ class Proxy:
         self._gate = settings.gate_token.encode()
         self._decoder = msgspec.json.Decoder(Asked)
         self._prefix = secrets.token_hex(6)
-        self._count = 0
+        self._count = self._others = 0
         self._at_replicas = 0
         self._bytes = 0  # of their bodies
         self.serving: Counter[str] = Counter()
@@ -105,9 +105,14 @@ class Proxy:
             self._close(call)
 
     def _call(self, request: Request, *, recorded: bool) -> Call:
-        self._count += 1
+        if recorded:  # numbered without a gap, so that the ledger tells where it lacks some
+            self._count += 1
+            number = f"{self._count:x}"
+        else:
+            self._others += 1
+            number = f"t{self._others:x}"
         gate = bool(self._gate) and hmac.compare_digest(request.header(_GATE), self._gate)
-        return Call(f"{self._prefix}-{self._count:x}", self._name, request, recorded=recorded, gate=gate)
+        return Call(f"{self._prefix}-{number}", self._name, request, recorded=recorded, gate=gate)
 
     def _refusal(self, call: Call, error: Unroutable) -> Reply:
         call.end("refused" if call.row.outcome == "ok" else call.row.outcome, error.status, str(error))
@@ -137,6 +142,7 @@ class Proxy:
             call.explanation = Explanation(policy=self._ownership.policy, spill=self._ownership.spill)
         if generates:
             check(asked, chat=request.path == CHAT, scoring=self._settings.prompt_logprobs)
+            call.row.prompt = fingerprint(asked, chat=request.path == CHAT)
         kept = NO_SESSION
         if asked.model:
             name = asked.model

@@ -26,6 +26,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     voided: bool = False  # the version was found bad while it wrote
     retry_after_s: float | None = None
     reason: str = ""
+    request_id: str = ""  # by which the router's ledger knows it
 
 
 class Verdict(enum.Enum):

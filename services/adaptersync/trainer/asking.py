@@ -9,7 +9,7 @@ import aiohttp
 import msgspec
 
 from adaptersync.trainer.answers import Answer
-from adaptersync_core.headers import VERSION, VOIDED
+from adaptersync_core.headers import REQUEST_ID, VERSION, VOIDED
 
 
 async def ask(
@@ -42,4 +42,5 @@ async def ask(
         return Answer(status=0, reason=f"not a completion ({type(error).__name__}: {error})"), None
     voided = VOIDED in response.headers
     reason = "aborted by vLLM" if aborted else f"{served} was found bad meanwhile" if voided else ""
-    return Answer(status=200, served=served, aborted=aborted, voided=voided, reason=reason), body
+    request_id = response.headers.get(REQUEST_ID, "")
+    return Answer(status=200, served=served, aborted=aborted, voided=voided, reason=reason, request_id=request_id), body

@@ -9,7 +9,7 @@ import asyncio
 import ctypes
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 LOOK_S = 0.1  # how soon it is noticed what the trainer says
@@ -35,14 +35,17 @@ class Told(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """Which version a conversation asks for, and the oldest one that wrote a part of it."""
+    """Which version a conversation asks for, the oldest one that wrote a part of it, and the requests it is made of."""
 
     asks: int
     oldest: int | None = None
     task: asyncio.Task[Any] | None = None
     doomed: bool = False
+    requests: list[str] = field(default_factory=list)
 
-    def took(self, version: int) -> None:
+    def took(self, version: int, request_id: str = "") -> None:
+        if request_id:
+            self.requests.append(request_id)
         self.oldest = version if self.oldest is None else min(self.oldest, version)
 
     @property
@@ -56,7 +59,7 @@ present: ContextVar[Conversation] = ContextVar("conversation")
 class Conversations:
     """`cut_off`: whether one can be begun again. `on_doomed` is called for each that was cut off."""
 
-    def __init__(self, told: Told, *, cut_off: bool, on_doomed: Callable[[], None]) -> None:
+    def __init__(self, told: Told, *, cut_off: bool, on_doomed: Callable[[Conversation], None]) -> None:
         self._told = told
         self._cut_off = cut_off
         self._on_doomed = on_doomed
@@ -95,6 +98,6 @@ class Conversations:
                 this = asyncio.current_task()
                 if not conversation.doomed or (this is not None and this.cancelling()):
                     raise
-                self._on_doomed()
+                self._on_doomed(conversation)
             finally:
                 self._under_way.discard(conversation)

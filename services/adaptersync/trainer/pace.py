@@ -142,6 +142,10 @@ class Pace(Generic[S]):
             return known
         return next((sync for sync, submission in self._undecided if submission.seq == seq), NEVER)
 
+    def too_old(self, sync: int) -> bool:
+        """Whether TRL drops a sample of that sync now."""
+        return self._clock - sync > self._max_staleness
+
     @property
     def ahead(self) -> float:
         """Syncs the fleet is behind; infinite while it serves none of this trainer's versions."""

@@ -30,6 +30,7 @@ from typing import Any, Protocol, TypeVar
 from msgspec.structs import replace
 
 from adaptersync.trainer import history
+from adaptersync.trainer.fates import RolloutFates
 from adaptersync.trainer.publication import Outcome, Publication
 from adaptersync.trainer.submissions import Submission, Submitter
 from adaptersync_core import markers
@@ -107,6 +108,7 @@ class AdapterPublisher:
         self._tasks: list[asyncio.Task[None]] = []
         self._pending: dict[str, Publication] = {}
         self._watchers: list[Callable[[int], None]] = []
+        self.rollouts = RolloutFates()
         self._publishing = threading.Lock()
         self._submitter = Submitter(self._publish_submitted, name=f"outgoing-{self.run}")
         self._last: Manifest | None = None
@@ -372,7 +374,8 @@ class AdapterPublisher:
         while True:
             await self._bell.wait(LOOK_S)
             failure: AdapterSyncError | None = None
-            for step in (self._beat, self._look):  # what is wrong with outcomes must not make a trainer look dead
+            # what is wrong with outcomes must not make a trainer look dead
+            for step in (self._beat, self._look, self._tell_fates):
                 try:
                     await step()
                 except AdapterSyncError as error:
@@ -380,6 +383,9 @@ class AdapterPublisher:
             if failure and known:  # once, not every second until the server is back
                 log.warning("outcomes not known: %s", failure)
             known = failure is None
+
+    async def _tell_fates(self) -> None:
+        await self.rollouts.write(self._registry, self.run, self.epoch)
 
     async def _beat(self) -> None:
         if time.monotonic() - self._said_at <= BEAT_S:
@@ -432,6 +438,7 @@ class AdapterPublisher:
         await asyncio.gather(*ours, return_exceptions=True)
         if self.epoch:
             try:
+                await self._tell_fates()
                 await self._registry.end_run(self.run, epoch=self.epoch)
             except AdapterSyncError as error:
                 log.warning("the end of run %s is not known: %s", self.run, error)

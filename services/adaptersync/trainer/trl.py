@@ -45,7 +45,8 @@ import msgspec
 from adaptersync.trainer import checkpoint
 from adaptersync.trainer.answers import Verdict, judge, model_name, pause_s, writer
 from adaptersync.trainer.asking import ask
-from adaptersync.trainer.conversations import Clocks, Conversations, present
+from adaptersync.trainer.conversations import Clocks, Conversation, Conversations, present
+from adaptersync.trainer.fates import Dropped, Written, tag, written
 from adaptersync.trainer.figures import Figures, Saving
 from adaptersync.trainer.pace import Counts, Pace
 from adaptersync.trainer.publication import Publication
@@ -127,15 +128,17 @@ class RolloutLoop(_AsyncRolloutLoop):
         given = pickle.loads(Path(arguments).read_bytes())  # noqa: S301 - written by our parent
         self._shown = bearer(given.pop("key_file"))
         super().__init__(**given, **kwargs)
-        self._written_by: dict[str, int] = {}  # rollout id → oldest version in it; emptied as groups are scored
+        self._written_by: dict[str, Written] = {}  # rollout id → oldest version in it; emptied as groups are scored
+        self._dropped = Dropped()
         self._conversations = Conversations(
             self._model_version_value,
             cut_off=self.environment_factories is None,  # one is reset where TRL begins a conversation, nowhere else
             on_doomed=self._count_doomed,
         )
 
-    def _count_doomed(self) -> None:
+    def _count_doomed(self, conversation: Conversation) -> None:
         self._counters[DOOMED] += 1
+        self._dropped.note(conversation.requests, "too old before it ended")
 
     @property
     def _request_model(self) -> str:
@@ -157,19 +160,16 @@ class RolloutLoop(_AsyncRolloutLoop):
     async def _generate_one(self, *args: Any, **kwargs: Any) -> Any:
         begin = functools.partial(super()._generate_one, *args, **kwargs)
         conversation, result = await self._conversations.hold(begin)
-        for row in result[2]:
-            self._written_by[row.rollout_id] = conversation.counts_as
+        self._dropped.note(() if result[2] else conversation.requests, "nothing to train on")
+        by = written(conversation.counts_as, conversation.requests)
+        self._written_by.update({row.rollout_id: by for row in result[2]})
         return result
 
     async def _score_group(self, group: Any) -> Any:
         """Tag each row with the version that wrote it; TRL tags a group with the version its first member met."""
         samples = await super()._score_group(group)
         rollouts = [row.rollout_id for rows in group.completions_sequences for row in rows]
-        for sample, rollout in zip(samples, rollouts, strict=True):
-            sample.model_version = self._written_by[rollout]
-        for rollout in set(rollouts):
-            del self._written_by[rollout]
-        return samples
+        return self._dropped.ride(tag(samples, rollouts, self._written_by))
 
     async def _post(self, path: str, payload: dict[str, Any], timeout: float, max_retries: int = 3) -> Any:
         """One turn's answer from the version it asked for.
@@ -187,8 +187,9 @@ class RolloutLoop(_AsyncRolloutLoop):
             answer, body = await ask(self.session, url, asking, timeout, self._shown)
             verdict = judge(answer, run=self.lora_name, asked=asked, promoted=self.model_version)
             if verdict is Verdict.TAKE:
-                conversation.took(writer(answer, self.lora_name) or asked)
+                conversation.took(writer(answer, self.lora_name) or asked, answer.request_id)
                 return body
+            self._dropped.note((answer.request_id,), answer.reason or f"asked for {name}, {answer.served} answered")
             if verdict is Verdict.MISMATCH:
                 mismatches += 1
                 logger.warning("asked for %s and %s answered: asking again", name, answer.served)
@@ -381,7 +382,8 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
 
     def get_train_dataloader(self) -> Any:
         if self.accelerator.is_main_process:
-            self.rollout_queue = Samples(self.rollout_worker.rollout_buffer, self._pace)
+            fates = self._publisher.rollouts if self._publisher else None
+            self.rollout_queue = Samples(self.rollout_worker.rollout_buffer, self._pace, fates, self)
         return super().get_train_dataloader()
 
     def _follow(self) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 import pytest
 import redis
 
+from adaptersync.jobs.ledger import drain
 from adaptersync_core.access import OWNS, READING, Instance, rules
+from adaptersync_core.config import load_config
 from adaptersync_core.errors import ControlError
 from adaptersync_core.keys import EVERYBODY, SPECS, Keys, Role
 from adaptersync_core.records import Ack, ReplicaReport, Request, RouterReport
@@ -39,7 +42,7 @@ OTHERS = PARTS | {
 CALLS = {
     "set": ("v",), "setnx": ("v",), "getex": (), "get": (), "unlink": (), "del": (), "expire": ("9",),
     "hset": ("f", "v"), "hincrby": ("f", "1"), "hdel": ("f",), "zadd": ("1", "m"), "zrem": ("m",),
-    "zremrangebyscore": ("0", "1"), "sadd": ("m",), "xadd": ("*", "f", "v"),
+    "zremrangebyscore": ("0", "1"), "sadd": ("m",), "xadd": ("*", "f", "v"), "xtrim": ("MAXLEN", "9"),
 }  # fmt: skip
 DESTRUCTIVE = {"string": "set", "hash": "hset", "zset": "zadd", "set": "sadd", "stream": "xadd"}
 SCRIPT = """
@@ -49,7 +52,7 @@ return redis.call(unpack(call))
 NOBODYS = (
     ("FLUSHALL",), ("KEYS", "*"), ("CONFIG", "GET", "*"), ("ACL", "LIST"), ("CLIENT", "KILL", "TYPE", "normal"),
     ("SHUTDOWN",), ("DEBUG", "SLEEP", "0"), ("SCRIPT", "FLUSH"), ("MONITOR",), ("REPLICAOF", "NO", "ONE"),
-    ("XTRIM", KEYS.events, "MAXLEN", "0"), ("XDEL", KEYS.rollouts, "1-1"), ("SAVE",), ("ROLE",),
+    ("XDEL", KEYS.events, "1-1"), ("XDEL", KEYS.rollouts, "1-1"), ("SAVE",), ("ROLE",),
 )  # fmt: skip
 
 
@@ -232,3 +235,21 @@ async def test_an_operator_asks_and_does_not_decide(registry: Callable[[Role], R
     with pytest.raises(ControlError):
         await operator.lead("operator", "term", lease_s=1.0)
     assert await registry("coordinator").lead("coordinator-0", "term", lease_s=1.0)
+
+
+async def test_a_worker_archives_the_ledger_and_nobody_else_trims_it(
+    registry: Callable[[Role], Registry], admin: redis.Redis, tmp_path: Path
+) -> None:
+    for number in range(1000):
+        admin.xadd(KEYS.rollouts, {"row": "{}"}, id=f"{1_700_000_000_000 + number}-0")
+    worker = registry("worker").client.url
+    environment = {
+        "ADAPTERSYNC_GROUP__NAME": GROUP,
+        "ADAPTERSYNC_REDIS__CONTROL_URL": worker,
+        "ADAPTERSYNC_STORE__PATH": str(tmp_path / "store"),
+    }
+    done = await drain(load_config(environment=environment))
+    assert done.entries == 1000
+    assert done.trimmed > 0
+    for role in EVERYBODY:
+        assert dry(admin, role, "XTRIM", KEYS.rollouts, "MINID", "~", "1-0", "LIMIT", "9") == (role == "worker")

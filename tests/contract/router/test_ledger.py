@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -417,3 +418,31 @@ async def _spooled(fleet: Fleet, count: int) -> bool:
 
 async def _healthy(fleet: Fleet) -> bool:
     return (await fleet.get("/health")).status == 200
+
+
+async def test_rollouts_are_numbered_without_a_gap(fleet: Fleet) -> None:
+    """So that the ledger tells whether it lacks any; what leaves no row is counted apart."""
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        for _ in range(2):
+            await fleet.complete("run-a", [1, 2])
+            tokenized = await fleet.post("/tokenize", {"model": "run-a", "prompt": "x"})
+            assert tokenized.headers["x-adaptersync-request-id"].partition("-")[2].startswith("t")
+        rows = await fleet.rows(2)
+    (life,) = {row["request_id"].partition("-")[0] for row in rows}
+    assert sorted(row["request_id"] for row in rows) == [f"{life}-1", f"{life}-2"]
+
+
+async def test_a_row_knows_its_prompt_by_its_digest(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        for body in (
+            b'{"model": "run-a", "prompt": [1, 2],  "max_tokens": 1}',
+            b'{"prompt":[1, 2],"model":"run-a","max_tokens":1,"seed":7}',
+        ):
+            await fleet.post("/v1/completions", body)
+        await fleet.post("/v1/chat/completions", b'{"model": "run-a", "messages": [{"role": "user", "content": "x"}]}')
+        rows = await fleet.rows(3)
+    assert [row["prompt"] for row in rows] == [
+        sha256(text).hexdigest()[:32] for text in (b"[1, 2]", b"[1, 2]", b'[{"role": "user", "content": "x"}]')
+    ]

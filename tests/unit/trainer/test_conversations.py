@@ -25,7 +25,7 @@ class Rollouts:
         self.cancelled = self.doomed = 0
         self.all = Conversations(self.told, cut_off=cut_off, on_doomed=self.count)
 
-    def count(self) -> None:
+    def count(self, conversation: Conversation) -> None:
         self.doomed += 1
 
     def hold(self) -> asyncio.Task[tuple[Conversation, str]]:

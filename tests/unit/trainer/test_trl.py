@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from adaptersync.trainer.conversations import Conversation, Conversations, present
+from adaptersync.trainer.fates import Dropped
 from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, ConfigError, NameInvalid, PublicationFailed, Unroutable
 from adaptersync_core.identity import adapter_id
@@ -39,13 +41,15 @@ class Fleet:
         return reply(self.asked[-1])
 
 
-def served(seq: int | None = None, *, voided: bool = False) -> Callable[[str], web.Response]:
+def served(seq: int | None = None, *, voided: bool = False, request: str = "") -> Callable[[str], web.Response]:
     """An answer by version `seq`, or by the one that is asked for."""
 
     def reply(model: str) -> web.Response:
         number = int(model.rpartition("@v")[2]) if seq is None else seq
         choice = {"token_ids": [15, 2], "logprobs": {"token_logprobs": [-0.5, -0.1]}, "finish_reason": "stop"}
         headers = {"x-adaptersync-version": adapter_id(RUN, number, "a" * 64)}
+        if request:
+            headers["x-adaptersync-request-id"] = request
         return web.json_response(
             {"model": model, "choices": [choice]}, headers=headers | ({"x-adaptersync-voided": "1"} if voided else {})
         )
@@ -73,6 +77,7 @@ async def loop_on(trl: ModuleType, fleet: Fleet, promoted: int) -> AsyncIterator
     loop._model_version_value = SimpleNamespace(value=promoted, oldest=0)
     loop._counters = defaultdict(float)
     loop._written_by = {}
+    loop._dropped = Dropped()
     loop._conversations = Conversations(loop._model_version_value, cut_off=True, on_doomed=loop._count_doomed)
     loop.max_tokens, loop.temperature, loop.top_p, loop.top_k, loop.min_p = 8, 1.0, 1.0, 0, None
     loop.repetition_penalty, loop.request_timeout = 1.0, 5
@@ -417,3 +422,28 @@ def test_the_worker_trl_makes_is_ours_and_asks_the_router(trl: ModuleType, make_
     trainer._pace.submitted(1, publisher.announce())
     trainer._doom()
     assert trainer.rollout_worker._model_version_value.oldest == 31
+
+
+async def test_samples_carry_the_requests_they_were_made_of_and_those_that_came_to_nothing(
+    trl: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Fleet(served(6, request="r-1"), served(request="r-2"), served(request="r-3"))
+    async with loop_on(trl, fleet, promoted=7) as loop:
+
+        async def turn(self: Any, prompt: Any) -> Any:
+            await self._generate_one_turn([1])
+            return [], [], [SimpleNamespace(rollout_id=prompt)] if prompt == "a" else [], 0, 0, None
+
+        async def scored(self: Any, group: Any) -> Any:
+            return [SimpleNamespace(model_version=None) for rows in group.completions_sequences for _ in rows]
+
+        monkeypatch.setattr(trl._AsyncRolloutLoop, "_generate_one", turn)
+        monkeypatch.setattr(trl._AsyncRolloutLoop, "_score_group", scored)
+        made = await asyncio.create_task(loop._generate_one("a"))
+        await asyncio.create_task(loop._generate_one("b"))
+        samples = await loop._score_group(SimpleNamespace(completions_sequences=[made[2]]))
+    (version,) = [pickle.loads(pickle.dumps(sample.model_version)) for sample in samples]  # noqa: S301 - our own
+    assert version == 7
+    assert version.requests == ("r-2",)
+    mismatch = f"asked for sums@v7, {adapter_id(RUN, 6, 'a' * 64)} answered"
+    assert version.dropped == (("r-1", mismatch), ("r-3", "nothing to train on"))

@@ -7,7 +7,19 @@ from __future__ import annotations
 
 import click
 
-from adaptersync_tools.cli import bench, changing, local, publishing, reading, route, securing, services, sizing, timing
+from adaptersync_tools.cli import (
+    auditing,
+    bench,
+    changing,
+    local,
+    publishing,
+    reading,
+    route,
+    securing,
+    services,
+    sizing,
+    timing,
+)
 from adaptersync_tools.cli.common import run_command
 
 
@@ -39,6 +51,7 @@ for command in (
     *route.COMMANDS,
     *publishing.COMMANDS,
     *changing.COMMANDS,
+    *auditing.COMMANDS,
     *services.COMMANDS,
     *sizing.COMMANDS,
     *securing.COMMANDS,

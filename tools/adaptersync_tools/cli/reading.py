@@ -154,7 +154,7 @@ def _print_status(view: views.StatusView) -> None:
 @config_option
 @json_option
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Newest versions of each run.")
-@click.option("--rollouts", "counted", is_flag=True, help="Count their rollouts too; reads the whole ledger.")
+@click.option("--rollouts", "counted", is_flag=True, help="Count their rollouts too, those that Redis still has.")
 def versions(run: str | None, config_path: Path | None, as_json: bool, limit: int, counted: bool) -> None:
     """Show versions of RUN or of all runs, newest first.
 

@@ -199,7 +199,7 @@ SPECS = (
         type="hash",
         server="control",
         writer="router",
-        bound="6 fields",
+        bound="8 fields",
         ttl_s=ROUTER_TTL_S,
         access={"router": "del hset expire"},
     ),

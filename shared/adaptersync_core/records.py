@@ -107,6 +107,19 @@ class Ack(Struct, frozen=True, kw_only=True):
     phases: dict[str, float] = {}
 
 
+class Traffic(Struct, frozen=True, kw_only=True):
+    """Of a router process since it began: requests by how they ended and by how they were routed, and their tokens.
+
+    `tokens` are `prompt`, of them `cached`, and `completion`, as replicas told them. `at` are sequences in flight now,
+    by replica.
+    """
+
+    ended: dict[str, int] = {}
+    routed: dict[str, int] = {}
+    tokens: dict[str, int] = {}
+    at: dict[str, int] = {}
+
+
 class RouterReport(Struct, frozen=True, kw_only=True):
     """The table a router serves, and how many requests it has in flight by version.
 
@@ -120,6 +133,7 @@ class RouterReport(Struct, frozen=True, kw_only=True):
     url: str = ""
     inflight: dict[str, int] = {}
     missing: dict[str, list[str]] = {}
+    traffic: Traffic = Traffic()
 
 
 class SeenRouter(Struct, frozen=True, kw_only=True):

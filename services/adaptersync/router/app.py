@@ -247,7 +247,9 @@ async def _serving(
             paths, api_keys, gate=settings.gate_token, refused=lambda status: metrics.count("unauthorized", str(status))
         )
     bell = Bell()
-    reporter = Reporter(registry, view, proxy, outages.lacking, name=name, max_age_s=settings.table_max_age_s)
+    reporter = Reporter(
+        registry, view, proxy, ownership, outages.lacking, name=name, max_age_s=settings.table_max_age_s
+    )
     await reporter.tell()  # before the table is read: from here on nothing in it is unloaded without our word
     await view.read()
     await reporter.tell()

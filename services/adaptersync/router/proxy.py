@@ -34,6 +34,7 @@ from adaptersync.router.resolve import RETRY_S, Target, Wanted, parse
 from adaptersync.router.sessions import NONE as NO_SESSION
 from adaptersync.router.sessions import Kept, Sessions, session_name, still
 from adaptersync.router.table import TableView
+from adaptersync.router.traffic import Counts
 from adaptersync.router.upstream import request_headers, to_rank
 from adaptersync_core import headers
 from adaptersync_core.config import RouterSection
@@ -49,8 +50,8 @@ _GATE = headers.GATE.encode()
 
 
 class Proxy:
-    """Everything one request touches, wired once. `serving` are requests at replicas, by version. Without `sessions`
-    each request stands for itself."""
+    """Everything one request touches, wired once. `serving` are requests at replicas, by version, `counts` what became
+    of rollouts. Without `sessions` each request stands for itself."""
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class Proxy:
         self._at_replicas = 0
         self._bytes = 0  # of their bodies
         self.serving: Counter[str] = Counter()
+        self.counts = Counts()
 
     def rollout(self, request: Request) -> Awaitable[Reply | None]:
         """POST /v1/completions and /v1/chat/completions."""
@@ -313,6 +315,7 @@ class Proxy:
             if row.predicted_tokens is not None:
                 count("predicted_tokens", row.replica, row.version, by=row.predicted_tokens)
         if call.recorded:
+            self.counts.ended(row)
             call.look_for_void(self._view.table)
             self._ledger.close(row, sent=call.sent)
 

@@ -1,4 +1,5 @@
-"""What the router tells the control server: the table it serves, what is in flight, and who lacks what it should hold.
+"""What the router tells the control server: the table it serves, what is in flight, who lacks what it should hold, and
+what it has done.
 
 Retirement waits for the first two. Whoever lacks something is looked up there, too, until its agent has confirmed it.
 """
@@ -9,6 +10,7 @@ import logging
 import time
 
 from adaptersync.router.lacking import Lacking
+from adaptersync.router.ownership import Ownership
 from adaptersync.router.proxy import Proxy
 from adaptersync.router.table import TableView
 from adaptersync_core.errors import ControlError
@@ -25,11 +27,20 @@ class Reporter:
     """Until it has been told once, nothing may be served: the coordinator would not wait for this router."""
 
     def __init__(
-        self, registry: Registry, view: TableView, proxy: Proxy, lacking: Lacking, *, name: str, max_age_s: float
+        self,
+        registry: Registry,
+        view: TableView,
+        proxy: Proxy,
+        ownership: Ownership,
+        lacking: Lacking,
+        *,
+        name: str,
+        max_age_s: float,
     ) -> None:
         self._registry = registry
         self._view = view
         self._proxy = proxy
+        self._ownership = ownership
         self._lacking = lacking
         self._name = name
         self._max_age_s = max_age_s
@@ -49,6 +60,7 @@ class Reporter:
             url=self.url,
             inflight=dict(self._proxy.serving),
             missing=self._lacking.report(),
+            traffic=self._proxy.counts.report(self._ownership.inflight),
         )
         untold = self._lacking.untold()
         try:

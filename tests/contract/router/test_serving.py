@@ -9,6 +9,8 @@ import aiohttp
 import orjson
 import pytest
 
+from adaptersync_core.records import Traffic
+from adaptersync_core.registry import Registry
 from support.raw_server import answering, raw_server
 from support.router_fleet import V1, V2, V3, Fleet
 from support.upstreams import MAX_MODEL_LEN
@@ -379,3 +381,25 @@ async def test_what_is_no_http_is_answered_and_counted(fleet: Fleet) -> None:
             await writer.wait_closed()
         counted = (await fleet.get("/metrics")).body.decode()
     assert 'adaptersync_router_requests_total{outcome="refused",status="400"} 5.0' in counted
+
+
+async def test_reports_say_what_was_served(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    registry = Registry(fleet.control, fleet.keys)
+    async with fleet.router():
+        for _ in range(2):
+            assert (await fleet.complete(V1, list(range(64)))).status == 200
+        assert (await fleet.complete("nobody")).status == 404
+
+        async def told() -> Traffic:
+            (seen,) = (await registry.fleet()).routers.values()
+            return seen.report.traffic
+
+        async def all_is_told() -> bool:
+            return (await told()).ended == {"ok": 2, "refused": 1}
+
+        await wait_until(all_is_told)
+        traffic = await told()
+        assert sum(traffic.routed.values()) == 2
+        assert traffic.tokens["completion"] > 0
+        assert traffic.at == {}

@@ -36,6 +36,7 @@ LEDGER_KEPT_MIN_S = 60  # routers look every second whether Redis lost what it t
 # with 0, nothing would be served
 AT_LEAST_ONE = (
     "coordinator.min_ready",
+    "page.clients",
     "router.max_inflight",
     "router.connections",
     "router.head_bytes",
@@ -115,6 +116,23 @@ class CoordinatorSection(Section, frozen=True, kw_only=True):
     """Promote a version only when an operator admits it, after every replica proved it: adaptersync gate."""
     metrics_port: int = 0
     """Where Prometheus reads its figures, at /metrics; each service of a host needs its own. 0: nowhere."""
+
+
+class PageSection(Section, frozen=True, kw_only=True):
+    """The page that each coordinator serves."""
+
+    host: str = "127.0.0.1"
+    """Whoever reaches this address may look at the fleet."""
+    port: int = 0
+    """0: no page is served."""
+    hosts: tuple[str, ...] = ()
+    """Names by which browsers ask for it, beside localhost and addresses. Others are refused: a foreign site could make
+    its own name lead here, and read along."""
+    clients: int = 32
+    """Browsers that may follow events at once; who does not read along is dropped."""
+    keys_file: str = ""
+    """Keys, as `adaptersync api-key` writes them; those with the scope admin may ask for rollbacks, and answer at the
+    gate. It is read for each such request. Empty: the page is read-only."""
 
 
 class AgentSection(Section, frozen=True, kw_only=True):
@@ -275,6 +293,7 @@ class Config(Section, frozen=True, kw_only=True):
     redis: RedisSection = RedisSection()
     store: StoreSection = StoreSection()
     coordinator: CoordinatorSection = CoordinatorSection()
+    page: PageSection = PageSection()
     agent: AgentSection = AgentSection()
     proof: ProofSection = ProofSection()
     router: RouterSection = RouterSection()

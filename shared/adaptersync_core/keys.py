@@ -158,7 +158,7 @@ SPECS = (
         server="control",
         writer="operator",
         bound="64 requests",
-        access={"operator": "hset", "coordinator": "hdel"},
+        access={"operator": "hset", "coordinator": "hset hdel"},  # asked through its page, too
     ),
     KeySpec(
         pattern="replicas",

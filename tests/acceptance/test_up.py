@@ -96,6 +96,14 @@ def test_a_fleet_from_start_to_stop(fleet: Fleet, tmp_path: Path) -> None:
         what="the agents to follow their engines' caches",
     )
 
+    page = re.search(r"page +(http://\S+)", fleet.log.read_text())
+    assert page is not None
+    with urllib.request.urlopen(f"{page[1]}/api/fleet", timeout=20) as answer:  # noqa: S310 (our own loopback)
+        told = orjson.loads(answer.read())
+    assert (told["told_by"], told["leader"]) == ("coordinator-0", "coordinator-0")
+    assert told["replicas"][0].keys() == status["replicas"][0].keys()
+    assert fleet.json("top").keys() == told.keys()
+
     adapter = write_adapter(tmp_path / "adapter", base="base", seed=1)
     published = fleet.json("publish", str(adapter), "--run", "my-run", "--step", "3")
     assert published["state"] == "current"

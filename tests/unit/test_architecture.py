@@ -30,7 +30,7 @@ MAX_LINES = 500
 
 # Beside its own, what a service reads of the settings is what the whole group has alike.
 ALIKE = {"group", "redis", "store", "telemetry"}
-SETTINGS = {"agent": {"agent", "proof"}, "coordinator": {"coordinator", "jobs"}, "router": {"router"}}
+SETTINGS = {"agent": {"agent", "proof"}, "coordinator": {"coordinator", "jobs", "page"}, "router": {"router"}}
 
 
 def objection(importer: str, name: str) -> str | None:

@@ -11,12 +11,14 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from adaptersync.coordinator.observer import look
+from adaptersync.coordinator.views import StatusView
 from adaptersync_core.config import Config
 from adaptersync_core.errors import ControlError
 from adaptersync_core.registry import Registry
 from adaptersync_core.rollouts import Ended
-from adaptersync_core.table import Table
 from adaptersync_tools.cli.common import visit
+from adaptersync_tools.screen import standing
 
 PLAIN_S = 10.0  # between lines where there is no terminal
 
@@ -77,14 +79,12 @@ class Live:
         return [form.format(self._last[name]) for name, form in shown if name in self._last]
 
     def _fleet(self) -> list[str]:
-        async def read(registry: Registry) -> tuple[Table, int]:
-            return await registry.table(), await self._ended.read(registry)
+        async def read(registry: Registry) -> tuple[StatusView, int]:
+            _, status = await look(registry, self._config)
+            return status, await self._ended.read(registry)
 
         try:
-            table, rollouts = visit(self._config, read)
+            status, rollouts = visit(self._config, read)
         except ControlError:
             return ["(control server does not answer)"]
-        run = table.runs.get(self._run)
-        current = table.versions.get(run.current) if run and run.current else None
-        version = f"v{current.seq}" if current else "none"
-        return [f"current {version}", f"replicas {len(table.ready())}/{len(table.members)}", f"rollouts {rollouts}"]
+        return [*standing(status, self._run), f"rollouts {rollouts}"]

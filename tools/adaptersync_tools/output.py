@@ -68,9 +68,11 @@ def state(name: str) -> Text:
     return Text(name, style=STATE_STYLES.get(name, ""))
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """Columns ending in ">" are numbers and stand right; those ending in "!" are never broken."""
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, dense: bool = False) -> Table:
+    """Columns ending in ">" are numbers and stand right; those ending in "!" are never broken. Dense: without rules."""
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    if dense:
+        made.box, made.padding, made.header_style = None, (0, 2, 0, 0), "dim"
     made.show_header = any(columns)
     for column in columns:
         number = column.endswith(">")

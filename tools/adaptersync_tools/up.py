@@ -59,6 +59,8 @@ class StackSettings(Struct, frozen=True, kw_only=True):
     router_port: int = 0
     coordinators: int = 1
     routers: int = 1
+    pages: bool = False
+    """Whether each coordinator serves its page."""
     engine: dict[str, Any] = {}
     """Other fields of EngineSettings."""
     overrides: dict[str, Any] = {}
@@ -89,6 +91,7 @@ class Stack:
         self._environment: dict[str, str] = {}
         self._router_ports: list[int] = []
         self.secured = Secured(self.state_dir / "secrets", settings.overrides.get("group.name", GroupSection().name))
+        self._page_ports: list[int] = []
         self._progress = progress or Progress()
         self._cleanup = contextlib.ExitStack()
 
@@ -99,6 +102,10 @@ class Stack:
     @property
     def router_urls(self) -> list[str]:
         return [f"http://{self.config.router.host}:{port}" for port in self._router_ports]
+
+    @property
+    def page_urls(self) -> list[str]:
+        return [f"http://{HOST}:{port}" for port in self._page_ports] if self.settings.pages else []
 
     def __enter__(self) -> Self:
         try:
@@ -135,7 +142,8 @@ class Stack:
         if self.settings.router_port:
             _require_free(self.settings.router_port)
         names = [f"replica-{number}" for number in range(self.settings.replicas)]
-        control, cache, *ports = free_ports(2 + self.settings.routers + 3 * len(names))
+        control, cache, *ports = free_ports(2 + self.settings.coordinators + self.settings.routers + 3 * len(names))
+        self._page_ports, ports = ports[: self.settings.coordinators], ports[self.settings.coordinators :]
         engines, event_ports, self._router_ports = _dealt(ports, len(names))
         if self.settings.router_port:
             self._router_ports[0] = self.settings.router_port
@@ -270,10 +278,11 @@ class Stack:
             }
             arguments = ("--name", name, "--engine-url", url)
             self._launch(name.replace("replica", "agent"), self._agent_program(), *arguments, environment=environment)
-        self._service("coordinator", self.user("coordinator", "coordinator-0"), "coordinator")
-        for number in range(1, self.settings.coordinators):
+        for number, port in enumerate(self._page_ports):
             name = f"coordinator-{number}"
-            self._service(name, self.user("coordinator", name), "coordinator", "--name", name)
+            page = {"ADAPTERSYNC_PAGE__PORT": str(port)} if self.settings.pages else {}
+            user = self.user("coordinator", name)
+            self._service(name if number else "coordinator", user | page, "coordinator", "--name", name)
         self._service("worker", self.user("worker", "worker-0"), "worker")
         self._service("router", self.user("router", "router-0"), "router", tier=FRONT_TIER)
         for number, port in enumerate(self._router_ports[1:], 1):

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from adaptersync.coordinator.figures import OF_THE_FLEET, TABLE, decided, tell
 from adaptersync.coordinator.journal import Entry, Journal, Recollection, intent, outcome, remember
+from adaptersync.coordinator.page.server import serve_page
 from adaptersync.coordinator.protocol import decide
 from adaptersync.coordinator.recovery import (
     exposed,
@@ -63,6 +64,8 @@ async def _coordinate(config: Config) -> None:
                 tasks.create_task(
                     ring_on_events(bell, config.redis.control_url, keys.events, name=config.coordinator.name)
                 )
+                if config.page.port:
+                    tasks.create_task(serve_page(config))
                 while True:
                     try:
                         await coordinator.work()

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from adaptersync.coordinator.observer import cache_problem
 from adaptersync_core import lane as lane_module
 from adaptersync_core.keys import Keys
 from adaptersync_core.lane import ANSWER_S, FastLane
 from adaptersync_core.manifest import FILES, Manifest, content_digest, hash_file, inspect
 from adaptersync_core.redis import RedisClient
-from adaptersync_tools.cli.reading import cache_problem
 from support.artifacts import small_adapter
 from support.proxy import FaultProxy
 

@@ -29,6 +29,8 @@ def another(key: str, value: Any) -> tuple[Any, Any]:
         return value - 1, value - 2
     if isinstance(value, int | float):
         return value + 1, value + 2
+    if key == "hosts":
+        return ("one",), ("two", "three")
     if key == "promote_on":
         return ("below noise",), ("proved", "not probed")
     if key == "when_spool_full":

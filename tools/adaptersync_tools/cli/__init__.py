@@ -8,7 +8,10 @@ from __future__ import annotations
 import click
 
 from adaptersync_tools.cli import (
+<<<<<<< HEAD
     auditing,
+=======
+>>>>>>> 1564479 (The fleet to look at: a page that every coordinator serves, and adaptersync top)
     bench,
     changing,
     local,
@@ -19,6 +22,10 @@ from adaptersync_tools.cli import (
     services,
     sizing,
     timing,
+<<<<<<< HEAD
+=======
+    watching,
+>>>>>>> 1564479 (The fleet to look at: a page that every coordinator serves, and adaptersync top)
 )
 from adaptersync_tools.cli.common import run_command
 
@@ -47,6 +54,7 @@ def adaptersync() -> None:
 for command in (
     *local.COMMANDS,
     *reading.COMMANDS,
+    *watching.COMMANDS,
     *timing.COMMANDS,
     *route.COMMANDS,
     *publishing.COMMANDS,

@@ -71,6 +71,7 @@ def up(
             simulated=simulated,
             router_port=router_port,
             secured=secured,
+            pages=True,
         )
         try:
             with Stack(chosen, narrator) as stack:
@@ -84,12 +85,14 @@ def up(
 def _introduce(stack: Stack) -> None:
     out = console(stderr=True)
     out.print(Text.assemble("\nrouter      ", (stack.router_url, "bold green")))
+    for url in stack.page_urls:
+        out.print(Text.assemble("page        ", (url, "bold green")))
     out.print(Text.assemble("settings    ", (f"export ADAPTERSYNC_CONFIG={stack.config_path}", "bold")))
     server, stream = where(stack.config.redis.control_url), Keys(stack.config.group.name).events
     events = f"redis-cli -u redis://{server} XRANGE '{stream}' - +"
     out.print(Text.assemble("events      ", events), soft_wrap=True)
     out.print(f"logs        {stack.logs}")
-    out.print(Text("look        adaptersync status · versions · events --follow", "dim"))
+    out.print(Text("look        adaptersync top · status · versions · events --follow", "dim"))
     out.print(Text("stop        Ctrl-C", "dim"), end="\n\n")
 
 

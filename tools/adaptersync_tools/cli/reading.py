@@ -16,22 +16,21 @@ import orjson
 from msgspec.structs import replace
 from rich.text import Text
 
-from adaptersync.coordinator import views, waits
+from adaptersync.coordinator import views
+from adaptersync.coordinator.observer import look
 from adaptersync_core.bus import follow as follow_stream
-from adaptersync_core.errors import ControlError, NameInvalid
+from adaptersync_core.errors import NameInvalid
 from adaptersync_core.events import PHASES
 from adaptersync_core.keys import Keys
-from adaptersync_core.records import Fleet
-from adaptersync_core.redis import Entry, RedisClient
+from adaptersync_core.redis import Entry
 from adaptersync_core.registry import Registry
 from adaptersync_core.rollouts import read_rollouts
-from adaptersync_tools import explain
+from adaptersync_tools import explain, screen
 from adaptersync_tools.cli.common import config_option, json_option, settings, visit
 from adaptersync_tools.output import EVENT_STYLES, console, milliseconds, print_json, seconds, state, table
 
 NARROW = 140  # columns of a terminal that does not hold all of a version's
 PAGE = 500  # stream entries of one read
-CACHE_ANSWER_S = 1.0
 _AGE = re.compile(r"(\d+(?:\.\d+)?)(s|min|m|h|d)")
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 
@@ -49,23 +48,7 @@ def status(config_path: Path | None, as_json: bool) -> int:
     """
     config = settings(config_path)
 
-    async def read(registry: Registry) -> tuple[Fleet, tuple[str, float], dict[str, dict[str, str]]]:
-        fleet = await registry.fleet()
-        served = [name for name in fleet.table.versions if fleet.table.routable(name)]
-        fields = [record for _, record in await registry.records(served)]
-        return fleet, await registry.leader(), dict(zip(served, fields, strict=True))
-
-    fleet, (leader, left_s), records = visit(config, read)
-    view = views.status(
-        fleet,
-        group=config.group.name,
-        leader=leader,
-        lease_left_s=left_s,
-        alive_s=config.coordinator.alive_s,
-        waits=waits.waits(fleet, config),
-        corrupt=views.corrupt(records),
-        cache_problem=asyncio.run(cache_problem(config.redis.cache_url)),
-    )
+    _, view = visit(config, lambda registry: look(registry, config))
     if as_json:
         print_json(view)
     else:
@@ -73,80 +56,15 @@ def status(config_path: Path | None, as_json: bool) -> int:
     return 0 if view.healthy else 1
 
 
-async def cache_problem(url: str) -> str:
-    """Why the cache server does not answer; nothing when it does, or is none of its own."""
-    if not url:
-        return ""
-    client = RedisClient(url, name="cli", timeout_s=CACHE_ANSWER_S)
-    try:
-        await client.command("PING")
-    except ControlError as error:
-        return str(error)
-    finally:
-        await client.close()
-    return ""
-
-
 def _print_status(view: views.StatusView) -> None:
     out = console()
-    health = Text("healthy", "bold green") if view.healthy else Text("needs attention", "bold red")
-    leader = f"{view.leader} leads" if view.leader else "nobody leads"
-    out.print(
-        Text.assemble(
-            ("group ", "dim"), view.group, "  ", health, "  ", (f"generation {view.generation}, {leader}", "dim")
-        )
-    )
+    out.print(screen.heading(view))
     for problem in view.problems:
         out.print(Text(f"  ! {problem}", "red"))
     out.print()
-    replicas = [
-        (
-            each.replica,
-            state(each.state),
-            seconds(each.since_s),
-            f"{each.holds}/{each.wanted}",
-            each.slots,
-            seconds(each.age_s),
-            views.followed(each.cache),
-            each.engine,
-            each.url,
-            each.reason,
-        )
-        for each in view.replicas
-    ]
-    columns: tuple[str, ...] = (
-        *("replica!", "state!", "for>", "holds>", "slots>", "heard>"),
-        *("cache", "engine", "url", "why"),
-    )
-    out.print(table("Replicas", columns, replicas) if replicas else Text("no replicas", "dim"))
-    runs = [
-        (
-            each.run,
-            each.epoch,
-            each.current,
-            seconds(each.since_s),
-            f"{each.replicas}/{each.ready}",
-            len(each.window),
-            each.candidate,
-            each.waiting,
-            Text.assemble(state(each.trainer), f" {seconds(each.heard_s)}" if each.trainer == "silent" else ""),
-        )
-        for each in view.runs
-    ]
-    columns = ("run!", "epoch>", "current!", "for>", "replicas>", "window>", "candidate", "waiting>", "trainer!")
-    out.print(table("Runs", columns, runs) if runs else Text("no runs yet: adaptersync publish --help", "dim"))
-    routers = [
-        (each.router, each.url, each.generation, each.behind, each.inflight, seconds(each.age_s))
-        for each in view.routers
-    ]
-    columns = ("router!", "url", "generation>", "behind>", "in flight>", "heard>")
-    out.print(table("Routers", columns, routers) if routers else Text("no routers", "dim"))
-    if view.waits:
-        held = [
-            (each.version, state(each.state), each.waits_for, "" if each.left_s is None else seconds(each.left_s))
-            for each in view.waits
-        ]
-        out.print(table("Waiting", ("version!", "state!", "waits for", "at most>"), held))
+    for part in (screen.replicas(view), screen.runs(view), screen.routers(view), screen.held(view)):
+        if part is not None:
+            out.print(part)
 
 
 @click.command()

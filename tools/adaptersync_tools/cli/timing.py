@@ -31,6 +31,8 @@ from adaptersync_core.rollouts import dated
 from adaptersync_tools import bottleneck as limits
 from adaptersync_tools.cli.common import config_option, json_option, settings, visit
 from adaptersync_tools.output import console, print_json, state, table
+from adaptersync_tools.screen import MARKS
+from adaptersync_tools.screen import bar as drawn_bar
 
 READ_S = 600.0  # for a ledger of any length
 PAGE = 500  # stream entries of one read
@@ -38,16 +40,6 @@ CLOCKS_S = 3600.0  # by how much a trainer's wall clock may be wrong, where it s
 NARROW = 90  # columns of a terminal that does not hold all phases of a replica
 FEWEST_COLUMNS = 20  # of a bar
 BESIDE_BARS = 48  # columns of everything else in that table, with room for a replica's name
-# what a bar is drawn with, and in which colour
-MARKS = {
-    "noticed": ("·", "dim"),
-    "visible": ("░", "yellow"),
-    "staged": ("▒", "cyan"),
-    "verified": ("▓", "blue"),
-    "loaded": ("█", "green"),
-    "proved": ("▚", "magenta"),
-}
-MARK = ("━", "bold")
 
 last_option = click.option(
     "--last", type=click.IntRange(min=1), default=20, show_default=True, help="The newest versions that are looked at."
@@ -282,20 +274,14 @@ def _waterfall(version: VersionPhases, columns: int) -> Any:
     scale = columns / max(max((span.end_s for span in drawn), default=0.0) - start, 1e-9)
 
     def bar(parts: Sequence[Span]) -> Text:
-        text = Text()
-        for part in sorted(parts, key=lambda part: part.start_s):
-            mark, style = MARKS.get(part.phase, MARK)
-            begin, end = round((part.start_s - start) * scale), round((part.end_s - start) * scale)
-            text.append(" " * (min(begin, columns - 1) - len(text)))
-            text.append(mark * max(end - max(begin, len(text)), 0 if part.seconds * scale < 0.5 else 1), style)
-        return text
+        return drawn_bar(parts, start=start, scale=scale, columns=columns)
 
     rows: list[tuple[Any, ...]] = []
     order = {phase: place for place, phase in enumerate(PATH)}
     before = [span for span in version.spans if order[span.phase] < order["noticed"]]
     for span in before:
-        drawn_bar = Text("…", "dim") if span.phase == "step" else bar([span])
-        rows.append(("", span.phase, _ms(span.start_s), _ms(span.seconds), drawn_bar))
+        line = Text("…", "dim") if span.phase == "step" else bar([span])
+        rows.append(("", span.phase, _ms(span.start_s), _ms(span.seconds), line))
     for each in version.replicas:
         if each.late:
             rows.append((each.replica, "joined later", _ms(each.acked_s), "", ""))

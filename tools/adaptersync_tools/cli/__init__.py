@@ -8,10 +8,9 @@ from __future__ import annotations
 import click
 
 from adaptersync_tools.cli import (
-<<<<<<< HEAD
+from adaptersync_tools.cli import (
     auditing,
-=======
->>>>>>> 1564479 (The fleet to look at: a page that every coordinator serves, and adaptersync top)
+)
     bench,
     changing,
     local,
@@ -22,10 +21,9 @@ from adaptersync_tools.cli import (
     services,
     sizing,
     timing,
-<<<<<<< HEAD
-=======
+from adaptersync_tools.cli import (
     watching,
->>>>>>> 1564479 (The fleet to look at: a page that every coordinator serves, and adaptersync top)
+)
 )
 from adaptersync_tools.cli.common import run_command
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 import click
 
 from adaptersync_tools.cli import (
-from adaptersync_tools.cli import (
     auditing,
-)
     bench,
     changing,
     local,
@@ -21,9 +19,7 @@ from adaptersync_tools.cli import (
     services,
     sizing,
     timing,
-from adaptersync_tools.cli import (
     watching,
-)
 )
 from adaptersync_tools.cli.common import run_command
 

@@ -110,11 +110,12 @@ def config_of(redis_url: str, router_url: str, directory: Path) -> Config:
 
 
 @asynccontextmanager
-async def relayed(redis_url: str, directory: Path, **relay: float) -> AsyncIterator[Bench]:
+async def relayed(redis_url: str, directory: Path, *, key_file: str = "", **relay: float) -> AsyncIterator[Bench]:
     """`relay` are settings of the relay."""
     async with upstream("router") as router, AsyncExitStack() as stack:
         config = config_of(redis_url, router.url, directory)
-        config = replace(config, relay=replace(config.relay, **relay))
+        trainer = replace(config.trainer, router_key_file=key_file)
+        config = replace(config, relay=replace(config.relay, **relay), trainer=trainer)
         client = RedisClient(redis_url, name="test")
         stack.push_async_callback(client.close)
         registry = Registry(client, Keys("group"))
@@ -143,6 +144,14 @@ async def _ended(*tasks: asyncio.Task[None]) -> None:
 async def bench(redis_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
     async with relayed(redis_url, tmp_path) as bench:
         yield bench
+
+
+async def test_what_is_passed_on_shows_the_relays_key_and_no_other(redis_url: str, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("as-key\n")
+    async with relayed(redis_url, tmp_path, key_file=str(tmp_path / "key")) as bench:
+        assert (await bench.load(1))[0] == 200
+        await bench.asked(NAMES[1])
+        assert bench.router.seen[-1].headers["authorization"] == "Bearer as-key"
 
 
 async def test_a_load_is_a_publication_and_its_name_an_alias(bench: Bench) -> None:

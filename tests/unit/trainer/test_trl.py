@@ -7,6 +7,7 @@ import contextlib
 import pickle
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -34,9 +35,11 @@ class Fleet:
     def __init__(self, *replies: Callable[[str], web.Response]) -> None:
         self.replies = list(replies)
         self.asked: list[str] = []
+        self.shown: list[str | None] = []  # as keys
 
     async def complete(self, request: web.Request) -> web.Response:
         self.asked.append((await request.json())["model"])
+        self.shown.append(request.headers.get("Authorization"))
         reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
         return reply(self.asked[-1])
 
@@ -78,6 +81,7 @@ async def loop_on(trl: ModuleType, fleet: Fleet, promoted: int) -> AsyncIterator
     loop._counters = defaultdict(float)
     loop._written_by = {}
     loop._dropped = Dropped()
+    loop._shown = {"Authorization": "Bearer as-key"}
     loop._conversations = Conversations(loop._model_version_value, cut_off=True, on_doomed=loop._count_doomed)
     loop.max_tokens, loop.temperature, loop.top_p, loop.top_k, loop.min_p = 8, 1.0, 1.0, 0, None
     loop.repetition_penalty, loop.request_timeout = 1.0, 5
@@ -95,7 +99,7 @@ async def test_a_turn_asks_for_the_promoted_version_by_run_and_number(trl: Modul
     fleet = Fleet(served())
     async with loop_on(trl, fleet, promoted=7) as loop:
         assert await one_turn(trl, loop) == ([15, 2], [-0.5, -0.1])
-    assert fleet.asked == ["sums@v7"]
+    assert (fleet.asked, fleet.shown) == (["sums@v7"], ["Bearer as-key"])
 
 
 async def test_a_conversation_keeps_its_version_and_its_rows_carry_it(
@@ -215,6 +219,34 @@ def worker(trl: ModuleType) -> Iterator[Any]:
     assert type(made) is trl.RolloutWorker
     yield made
     made.stop()
+
+
+def test_the_process_is_told_where_its_key_is_and_reads_it_itself(
+    trl: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The key itself is in no argument, and not in what the process is handed."""
+    from accelerate import PartialState
+
+    PartialState(cpu=True)
+    file, handed = tmp_path / "key", []
+    file.write_text("as-key")
+    monkeypatch.setattr(
+        trl.AsyncRolloutWorker, "start", lambda self: handed.append(Path(self._loop_kwargs["arguments"]).read_bytes())
+    )
+    with trl._our_rollout_worker(str(file)):
+        worker = trl.async_grpo_trainer.AsyncRolloutWorker(queue_maxsize=1000)
+    try:
+        worker.start()
+    finally:
+        worker.stop()
+    assert b"as-key" not in handed[0]
+    arguments = tmp_path / "arguments"
+    arguments.write_bytes(handed[0])
+    monkeypatch.setattr(
+        trl._AsyncRolloutLoop, "__init__", lambda self, **_: setattr(self, "environment_factories", None)
+    )
+    monkeypatch.setattr(trl.RolloutLoop, "_model_version_value", None, raising=False)
+    assert trl.RolloutLoop(arguments=str(arguments))._shown == {"Authorization": "Bearer as-key"}
 
 
 def test_stopping_does_not_wait_for_samples_nobody_reads(

@@ -7,41 +7,24 @@ unknown key is an error that names it.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from adaptersync_core.address import complete
-from adaptersync_core.errors import ConfigError, NameInvalid
-from adaptersync_core.identity import check_name
-from adaptersync_core.keys import ROUTER_SERVES_S, SESSION_TTL_S
+from adaptersync_core.config_check import check
+from adaptersync_core.errors import ConfigError
+from adaptersync_core.keys import SESSION_TTL_S
 from adaptersync_core.proof import Verdict
 
 ENVIRONMENT = "ADAPTERSYNC_"
-REDIS_SCHEMES = ("redis", "rediss", "unix")
-WORKERS = 64  # processes of one router
-SPOOL_MIN_BYTES = 16_384  # a few rows
-BLOCKS = 4096  # of one prompt: one script call takes them all, and meanwhile the cache server serves nobody else
-NEVER = ("session_s", "ledger_s")  # durations that may be 0
-LEDGER_KEPT_MIN_S = 60  # routers look every second whether Redis lost what it took; some are stopped for a moment
-# with 0, nothing would be served
-AT_LEAST_ONE = (
-    "coordinator.min_ready",
-    "page.clients",
-    "router.max_inflight",
-    "router.connections",
-    "router.head_bytes",
-    "router.body_bytes",
-)
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -338,7 +321,7 @@ def load_config(
             next_step="see adaptersync config --explain",
             **_source(str(error), given, named),
         ) from error
-    _check(config)
+    check(config)
     return _completed(config)
 
 
@@ -412,91 +395,3 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"settings are not TOML: {error}", file=str(path)) from error
-
-
-def _check(config: Config) -> None:
-    names = {
-        "group.name": config.group.name,
-        "coordinator.name": config.coordinator.name,
-        "agent.name": config.agent.name,
-        "router.name": config.router.name,
-        "trainer.run": config.trainer.run or "none",
-    }
-    for key, name in names.items():
-        try:
-            check_name(key, name)
-        except NameInvalid as error:
-            raise ConfigError(error.reason, key=key, value=name[:96]) from error
-    for section in config.__struct_fields__:
-        values = getattr(config, section)
-        for key in values.__struct_fields__:
-            value = getattr(values, key)
-            if type(value) not in (int, float):
-                continue
-            if not math.isfinite(value) or value < 0 or (value == 0 and key.endswith("_s") and key not in NEVER):
-                raise ConfigError("setting must be positive and finite", key=f"{section}.{key}", value=value)
-            if key in ("port", "metrics_port") and value > 65535:
-                raise ConfigError("setting must be a port, 0 to 65535", key=f"{section}.{key}", value=value)
-    for key, url in (("redis.control_url", config.redis.control_url), ("redis.cache_url", config.redis.cache_url)):
-        if not _is_redis(url) and (url or key == "redis.control_url"):
-            raise ConfigError("setting must be an address as redis://host:port/0", key=key)
-    tls = [name for name in ("ca_file", "cert_file", "key_file") if getattr(config.redis, name)]
-    for url in (config.redis.control_url, config.redis.cache_url):
-        if tls and url and urlsplit(url).scheme != "rediss":
-            raise ConfigError("setting is for rediss:// addresses, and one is none", key=f"redis.{tls[0]}")
-    if not Path(config.agent.stage_path).is_absolute() or not Path(config.store.path).is_absolute():
-        raise ConfigError(
-            "store.path and agent.stage_path must be absolute: vLLM would look a relative one up on a hub"
-        )
-    if not Path(config.router.spool_path).is_absolute():
-        raise ConfigError("setting must be an absolute path", key="router.spool_path", value=config.router.spool_path)
-    if config.router.spool_bytes < SPOOL_MIN_BYTES:
-        raise ConfigError(
-            f"setting must be at least {SPOOL_MIN_BYTES}", key="router.spool_bytes", value=config.router.spool_bytes
-        )
-    if 0 < config.router.kept_bytes < SPOOL_MIN_BYTES:
-        raise ConfigError(
-            f"setting must be 0 or at least {SPOOL_MIN_BYTES}",
-            key="router.kept_bytes",
-            value=config.router.kept_bytes,
-        )
-    if config.router.table_max_age_s > ROUTER_SERVES_S:
-        raise ConfigError(
-            f"setting must be at most {ROUTER_SERVES_S}: retirement waits no longer for a router that is cut off",
-            key="router.table_max_age_s",
-            value=config.router.table_max_age_s,
-        )
-    for name in AT_LEAST_ONE:
-        section, _, key = name.partition(".")
-        if getattr(getattr(config, section), key) < 1:
-            raise ConfigError("setting must be at least 1", key=name, value=0)
-    if config.router.arriving_bytes < config.router.body_bytes:
-        raise ConfigError(
-            f"setting must be at least router.body_bytes, {config.router.body_bytes}",
-            key="router.arriving_bytes",
-            value=config.router.arriving_bytes,
-        )
-    if config.jobs.ledger_kept_s < LEDGER_KEPT_MIN_S:
-        raise ConfigError(
-            f"setting must be at least {LEDGER_KEPT_MIN_S}: routers take what is trimmed before they look for lost",
-            key="jobs.ledger_kept_s",
-            value=config.jobs.ledger_kept_s,
-        )
-    if config.group.blocks_per_request > BLOCKS:
-        raise ConfigError(
-            f"setting must be at most {BLOCKS}: the cache server serves nobody else while it looks them up",
-            key="group.blocks_per_request",
-            value=config.group.blocks_per_request,
-        )
-    if not 1 <= config.router.workers <= WORKERS:
-        raise ConfigError(f"setting must be 1 to {WORKERS}", key="router.workers", value=config.router.workers)
-
-
-def _is_redis(url: str) -> bool:
-    """The value is not shown: it may hold a password."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError:
-        return False
-    return parts.scheme in REDIS_SCHEMES and "://" in url

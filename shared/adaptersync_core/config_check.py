@@ -62,6 +62,8 @@ def check(config: Config) -> None:
     for url in (config.redis.control_url, config.redis.cache_url):
         if tls and url and urlsplit(url).scheme != "rediss":
             raise ConfigError("setting is for rediss:// addresses, and one is none", key=f"redis.{tls[0]}")
+    if config.telemetry.traces_url and not config.telemetry.traces_url.startswith(("http://", "https://")):
+        raise ConfigError("setting must be an address as http://host:4318/v1/traces", key="telemetry.traces_url")
     if not Path(config.agent.stage_path).is_absolute() or not Path(config.store.path).is_absolute():
         raise ConfigError(
             "store.path and agent.stage_path must be absolute: vLLM would look a relative one up on a hub"

@@ -38,7 +38,8 @@ class RunEnded(Event, frozen=True, kw_only=True, tag="run.ended"):
 class AdapterPublished(Event, frozen=True, kw_only=True, tag="adapter.published"):
     """A version's files are in the store and its manifest can be read. `published_at` is the trainer's wall clock.
 
-    `stored_s` was spent between the digest and this: on a number, the store, and the fast lane.
+    `stored_s` was spent between the digest and this: on a number, the store, and the fast lane. `traceparent` is the
+    publication's span, where it is traced.
     """
 
     version: str
@@ -52,6 +53,7 @@ class AdapterPublished(Event, frozen=True, kw_only=True, tag="adapter.published"
     step: int | None = None
     published_at: float = 0.0
     stored_s: float | None = None
+    traceparent: str = ""
 
 
 class VersionStaging(Event, frozen=True, kw_only=True, tag="version.staging"):

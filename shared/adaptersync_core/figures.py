@@ -83,11 +83,6 @@ class Figures(Collector):
             for name in names:
                 self._values[name].clear()
 
-    def text(self) -> bytes:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        return generate_latest(registry)
-
     def collect(self) -> Iterator[Metric]:
         with self._lock:
             values = {name: dict(found) for name, found in self._values.items()}
@@ -130,6 +125,13 @@ class Figures(Collector):
             counts[bisect_left(figure.bounds, value)] += seen
 
 
+def text(collector: Collector) -> bytes:
+    """What Prometheus reads."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    return generate_latest(registry)
+
+
 class _Server(TCPServer):
     allow_reuse_address = True
 
@@ -140,8 +142,6 @@ def served(collector: Collector, *, host: str, port: int) -> Iterator[None]:
     if not port:
         yield
         return
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(collector)
 
     class Handler(BaseHTTPRequestHandler):
         timeout = READ_S
@@ -150,7 +150,7 @@ def served(collector: Collector, *, host: str, port: int) -> Iterator[None]:
             if self.path.partition("?")[0] != "/metrics":
                 self.send_error(HTTPStatus.NOT_FOUND)
                 return
-            told = generate_latest(registry)
+            told = text(collector)
             self.send_response(HTTPStatus.OK)
             self.send_header("content-type", CONTENT_TYPE_LATEST)
             self.send_header("content-length", str(len(told)))

@@ -93,7 +93,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     which the sync before held training up, `rollout_wait_s` for which training since then had no sample; and means of
     `score_s` a group, `sample_queue_s` a sample in the trainer's queue, `backpressure_s` one that found it full.
     `load` is how much of what was in use: `inflight` rollouts of `inflight_max`, `queued` samples of `queued_max`.
-    Whatever is not there was not told.
+    Whatever is not there was not told. `traceparent` is the span of its publication, where that is traced.
     """
 
     run: str
@@ -109,6 +109,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     markers: int = 0
     timings: dict[str, float] = {}
     load: dict[str, float] = {}
+    traceparent: str = ""
     format: int = 1
 
     def __post_init__(self) -> None:

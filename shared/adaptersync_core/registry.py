@@ -479,6 +479,7 @@ def _published(manifest: Manifest, published_at: float, stored_s: float | None =
         step=manifest.step,
         published_at=published_at,
         stored_s=stored_s,
+        traceparent=manifest.traceparent,
     )
 
 

@@ -13,12 +13,17 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from msgspec.structs import replace
 
+from adaptersync.jobs.figures import JobFigures
+from adaptersync_core.access import Instance, rules
 from adaptersync_core.config import Config, TelemetrySection
+from adaptersync_core.figures import text
 from adaptersync_core.queue import enqueue_verification
+from adaptersync_core.redis import rq_connection
 from adaptersync_tools.observing.alerts import ALERTS
 from adaptersync_tools.observing.dashboard import queries
 from adaptersync_tools.observing.names import TABLES, labels, metric
@@ -124,7 +129,7 @@ async def test_no_alert_while_all_is_well_and_every_metric_is_there(seen: Watche
     assert await seen.firing(before) == {}
 
     now = await seen.scrape()
-    rare = {"retries", "missing_version", "gated_seconds", "undecided_seconds", "predicted_tokens"}
+    rare = {"retries", "unauthorized", "missing_version", "gated_seconds", "undecided_seconds", "predicted_tokens"}
     for service in ("router", "coordinator", "agent"):
         for figure in TABLES[service]:
             name = metric(service, figure) + ("_count" if figure.kind == "histogram" else "")
@@ -312,6 +317,21 @@ def test_jobs_fail(config: Config, tmp_path: Path) -> None:
             wait_until_sync(lambda: promql.value(fires, before, promql.scrape(url)), timeout_s=30)
         finally:
             worker.terminate()
+
+
+def test_a_worker_tells_as_much_with_the_rights_of_its_own_user(config: Config) -> None:
+    worker = Instance("worker", "worker-0")
+    user, url = worker.user(config.group.name), config.redis.control_url
+    with rq_connection(url) as admin:
+        admin.execute_command("ACL", "SETUSER", user, "on", ">secret", *rules(config.group.name, worker))
+        try:
+            own = url.replace("redis://", f"redis://{quote(user, safe='')}:secret@")
+            figures = JobFigures(replace(config, redis=replace(config.redis, control_url=own)))
+            told = promql.read(text(figures).decode(), "worker")
+        finally:
+            admin.execute_command("ACL", "DELUSER", user)
+    assert set(told["adaptersync_worker_redis_reachable"].values()) == {1.0}
+    assert len(told) == len(TABLES["worker"])
 
 
 def test_every_alert_has_its_fault_here() -> None:

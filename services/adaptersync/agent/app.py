@@ -22,7 +22,7 @@ from adaptersync_core.api_keys import bearer
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, EngineError, EngineUnavailable
-from adaptersync_core.events import REPORTS
+from adaptersync_core.events import PHASES, REPORTS
 from adaptersync_core.figures import Figures, served
 from adaptersync_core.keys import Keys
 from adaptersync_core.lane import ANSWER_S, FastLane
@@ -36,6 +36,7 @@ from adaptersync_core.store import ArtifactStore, Reader
 from adaptersync_core.table import Table
 from adaptersync_core.telemetry import configure_logging
 from adaptersync_core.tls import trusting
+from adaptersync_core.traces import traces
 from adaptersync_core.vllm import VllmClient
 
 REST_S = 10.0  # before a refused version that is still wanted is tried again
@@ -123,6 +124,7 @@ class Agent:
         self._generation = 0
         self.bell = Bell()
         self.recent = Recent()
+        self._traces = traces(config, "agent", config.agent.name)
         self.figures = Figures("agent", TABLE, {"replica": config.agent.name})
 
     async def observe(self) -> None:
@@ -250,8 +252,9 @@ class Agent:
 
     async def _hold(self, name: str) -> None:
         """Bring one version into the engine and say so; whatever stands in the way is a refusal with its reason."""
-        epoch = self._engine.epoch
+        epoch, began_at = self._engine.epoch, time.time()
         phases: dict[str, float] = {}
+        manifest: Manifest | None = None
         try:
             manifest, phases = await self._bring(name)
             began = time.monotonic()
@@ -271,6 +274,18 @@ class Agent:
             ack = Ack(accepted=False, engine_epoch=epoch, reason=str(error), phases=phases, fault=fault)
         await self._registry.ack(self._settings.name, name, ack)
         answered(self.figures, ack)
+        if self._traces.on and manifest is not None:
+            self._traces.span(
+                "bring",
+                manifest.traceparent,
+                began_at,
+                time.time(),
+                parts={phase.removesuffix("_s"): phases[phase] for phase in PHASES if phase in phases},
+                failed="" if ack.accepted else ack.reason,
+                version=name,
+                replica=self._settings.name,
+                proof=ack.proof.verdict,
+            )
         if ack.accepted:
             self._refused.pop(name, None)
             log.info("holds %s: %s", name, " ".join(f"{phase}={spent:.3f}" for phase, spent in phases.items()))
@@ -303,3 +318,4 @@ class Agent:
         for task in self._busy.values():
             task.cancel()
         await asyncio.gather(*self._busy.values(), return_exceptions=True)
+        await asyncio.to_thread(self._traces.close)

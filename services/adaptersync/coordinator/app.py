@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -27,7 +28,7 @@ from adaptersync.coordinator.recovery import (
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, Conflict, ControlError, Fenced, StoreGone
-from adaptersync_core.events import VersionPromoted
+from adaptersync_core.events import VersionPromoted, VersionRolledBack, VersionSuperseded
 from adaptersync_core.figures import Figures, served
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
@@ -39,6 +40,7 @@ from adaptersync_core.sightings import Sightings
 from adaptersync_core.store import ArtifactStore
 from adaptersync_core.store_identity import agree
 from adaptersync_core.telemetry import configure_logging
+from adaptersync_core.traces import traces
 
 ROUNDS = 1000  # decisions in one wake; more than any fleet needs, so that a mistake in a rule cannot spin for ever
 
@@ -81,6 +83,7 @@ async def _coordinate(config: Config) -> None:
                     await bell.wait(config.coordinator.tick_s)
     finally:
         await coordinator.resign()
+        await coordinator.close()
         await client.close()
 
 
@@ -90,6 +93,7 @@ class Coordinator:
     def __init__(self, config: Config, registry: Registry, figures: Figures | None = None) -> None:
         self._config = config
         self._registry = registry
+        self._traces = traces(config, "coordinator", config.coordinator.name)
         self._figures = figures or Figures("coordinator", TABLE)
         self._journal = Journal(Path(config.store.path), config.group.name)
         self._store = ArtifactStore(Path(config.store.path))
@@ -231,7 +235,30 @@ class Coordinator:
         await self._registry.restore(lease, table, runs, restored_records(table, known.fates))
         self._known = after
 
+    async def _trace(self, decision: Decision) -> None:
+        for event in decision.events:
+            if isinstance(event, VersionPromoted | VersionRolledBack | VersionSuperseded):
+                manifest = await self._registry.manifest(event.version)
+                if manifest is not None:
+                    failed = "" if isinstance(event, VersionPromoted) else event.reason
+                    name = type(event).__struct_config__.tag
+                    self._traces.span(
+                        str(name),
+                        manifest.traceparent,
+                        manifest.created_at,
+                        time.time(),
+                        failed=failed,
+                        version=event.version,
+                        generation=event.generation,
+                    )
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._traces.close)
+
     async def _follow_up(self, decision: Decision) -> None:
+        if self._traces.on:
+            with contextlib.suppress(ControlError):  # nobody waits for a trace
+                await self._trace(decision)
         if not self._config.jobs.verify:
             return
         for event in decision.events:

@@ -22,6 +22,7 @@ from adaptersync.router.connections import Connections
 from adaptersync.router.credentials import Credentials
 from adaptersync.router.exchange import Exchange
 from adaptersync.router.fates import Fates
+from adaptersync.router.firsts import Firsts
 from adaptersync.router.guard import Guard
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
@@ -48,6 +49,7 @@ from adaptersync_core.pipe import Pipe
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.tls import trusting
+from adaptersync_core.traces import traces
 
 CACHE_TIMEOUT_S = 0.25  # for a decision; past it the router decides alone
 ROWS_TIMEOUT_S = 5.0  # for a batch of ledger rows, which the control server writes to disk
@@ -198,6 +200,9 @@ async def _serving(
         metrics=metrics,
         credentials=credentials,
     )
+    tracing = traces(config, "router", name)
+    opened.push_async_callback(asyncio.to_thread, tracing.close)
+    firsts = Firsts(tracing, registry, view, name=name) if tracing.on else None
     proxy = Proxy(
         name=name,
         settings=settings,
@@ -210,6 +215,7 @@ async def _serving(
         outages=outages,
         ledger=ledger,
         metrics=metrics,
+        firsts=firsts,
         stopping=lambda: server.stopping,
     )
     status = Status(
@@ -271,6 +277,7 @@ async def _serving(
                 reporter.run(),
                 status.share(),
                 *(files.follow() for files in (api_keys, credentials) if files is not None),
+                *([firsts.run()] if firsts is not None else []),
             )
         )
         await asyncio.sleep(0)  # they begin: coroutines that are cancelled before would be said to be forgotten

@@ -25,6 +25,7 @@ from adaptersync.router.chains import NONE, Chains, RememberedChains
 from adaptersync.router.course import Course, Elsewhere, Leg
 from adaptersync.router.exchange import Exchange
 from adaptersync.router.explanation import Explanation, why
+from adaptersync.router.firsts import Firsts
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
@@ -67,6 +68,7 @@ class Proxy:
         outages: Outages,
         ledger: Ledger,
         metrics: Metrics,
+        firsts: Firsts | None,
         stopping: Callable[[], bool],
     ) -> None:
         self._name = name
@@ -80,6 +82,7 @@ class Proxy:
         self._outages = outages
         self._ledger = ledger
         self._metrics = metrics
+        self._firsts = firsts
         self._stopping = stopping
         self._gate = settings.gate_token.encode()
         self._decoder = msgspec.json.Decoder(Asked)
@@ -314,6 +317,8 @@ class Proxy:
             count("cached_tokens", row.replica, row.version, by=row.cached_tokens)
             if row.predicted_tokens is not None:
                 count("predicted_tokens", row.replica, row.version, by=row.predicted_tokens)
+        if self._firsts is not None:
+            self._firsts.answered(row)
         if call.recorded:
             self.counts.ended(row)
             call.look_for_void(self._view.table)

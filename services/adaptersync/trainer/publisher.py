@@ -57,6 +57,7 @@ from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.store import ArtifactStore
 from adaptersync_core.store_identity import agree
+from adaptersync_core.traces import traces
 
 INSIST_S = 30.0  # how long a call is repeated while Redis or the store is away; every call is safe to repeat
 PAUSE_S = 0.2
@@ -112,6 +113,7 @@ class AdapterPublisher:
         self._publishing = threading.Lock()
         self._submitter = Submitter(self._publish_submitted, name=f"outgoing-{self.run}")
         self._last: Manifest | None = None
+        self._traces = traces(config, "trainer", self.run)
         self._compared: AdapterShape | None = None
         self._tidied = -math.inf
         self._said_at = time.monotonic()
@@ -158,7 +160,7 @@ class AdapterPublisher:
         AdapterInvalid when the fleet could not serve it, StoreError when it cannot be stored, Fenced when a newer
         trainer has begun the run. After an error nothing was announced, and the next call may publish the same again.
         """
-        with self._publishing, _directory(source) as directory:
+        with self._publishing, _directory(source) as directory, self._traces.publication(run=self.run) as traced:
             if not self._thread.is_alive():
                 raise PublicationFailed("publisher is closed", next_step="publish before close()", run=self.run)
             began = time.monotonic()
@@ -182,6 +184,7 @@ class AdapterPublisher:
                 repeats=self._last.adapter_id if self._last and self._last.digest == digest else "",
                 timings={**(timings or {}), "hashed_s": hashed - began},
                 load=dict(load or {}),
+                traceparent=traced.traceparent,
             )
             try:
                 publication = self._store_and_announce(draft, directory, hashed)
@@ -189,6 +192,7 @@ class AdapterPublisher:
                 self._call(self._begin_again())
                 publication = self._store_and_announce(draft, directory, hashed)
             manifest = publication.manifest
+            traced.note(version=manifest.adapter_id, size=manifest.size)
             log.info("published %s in %.3f s", manifest.adapter_id, time.monotonic() - began)
             if manifest.noop:
                 log.warning("%s changes nothing: %s", manifest.adapter_id, manifest.noop)
@@ -306,6 +310,7 @@ class AdapterPublisher:
                 self._publishing.release()
         for publication in self._pending.values():
             publication.abandon()
+        self._traces.close()
 
     # on the loop of this object's thread
 

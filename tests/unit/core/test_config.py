@@ -39,6 +39,8 @@ def another(key: str, value: Any) -> tuple[Any, Any]:
         return "off", "auto"
     if key == "policy":
         return "threshold", "promise"
+    if key == "traces_url":
+        return "http://one:4318/v1/traces", "https://two"
     if key in ("control_url", "cache_url"):
         return "redis://one:1/0", "rediss://two"
     if key == "path" or key.endswith("_path"):

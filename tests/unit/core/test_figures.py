@@ -12,7 +12,7 @@ import pytest
 
 from adaptersync_core import figures as figures_module
 from adaptersync_core.errors import ConfigError
-from adaptersync_core.figures import Figure, Figures, served
+from adaptersync_core.figures import Figure, Figures, served, text
 
 TABLE = (
     Figure(name="jobs", kind="counter", text="Jobs", labels=("end",), words=("well", "badly")),
@@ -28,7 +28,7 @@ def figures() -> Figures:
 
 
 def said(figures: Figures) -> dict[str, float]:
-    lines = (line for line in figures.text().decode().splitlines() if not line.startswith("#"))
+    lines = (line for line in text(figures).decode().splitlines() if not line.startswith("#"))
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 

@@ -18,9 +18,9 @@ class Authority:
         self.ca = directory / "ca.pem"
         self._authority.cert_pem.write_to_path(str(self.ca))
 
-    def issue(self, name: str) -> tuple[Path, Path]:
+    def issue(self, name: str, *hosts: str) -> tuple[Path, Path]:
         """Certificate and key."""
-        made = self._authority.issue_cert("127.0.0.1", "localhost")
+        made = self._authority.issue_cert(*hosts or ("127.0.0.1", "localhost"))
         certificate, key = self._directory / f"{name}.pem", self._directory / f"{name}.key"
         made.cert_chain_pems[0].write_to_path(str(certificate))
         made.private_key_pem.write_to_path(str(key))

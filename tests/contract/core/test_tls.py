@@ -33,9 +33,9 @@ KEYS = Keys("test")
 class Server:
     """One that wants to know its clients by certificate and by password."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *hosts: str) -> None:
         self.authority = Authority(directory / "ours")
-        certificate, key = self.authority.issue("server")
+        certificate, key = self.authority.issue("server", *hosts)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = int(free.getsockname()[1])
@@ -69,8 +69,8 @@ class Server:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    made = Server(tmp_path, *getattr(request, "param", ()))
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen([server_binary("redis7"), str(made.config)], stdout=log, stderr=log)
     try:
@@ -132,6 +132,26 @@ async def test_nobody_else_is_and_no_other_server_is_spoken_to(server: Server, t
     finally:
         await client.close()
         await pipe.close()
+
+
+@pytest.mark.parametrize("server", [("elsewhere.example",)], indirect=True)
+async def test_a_server_that_poses_as_another_is_not_spoken_to(server: Server) -> None:
+    """One that our own authority vouches for, by another name."""
+    client, pipe = RedisClient(server.url(), name="test"), Pipe(server.url(), name="test", timeout_s=5.0)
+    try:
+        with pytest.raises(ControlUnavailable):
+            await client.command("PING")
+        with pytest.raises(ControlUnavailable):
+            await pipe.connect()
+    finally:
+        await client.close()
+        await pipe.close()
+    with (
+        pytest.raises(ControlUnavailable),
+        translated(server.url()),
+        contextlib.closing(rq_connection(server.url())) as connection,
+    ):
+        await asyncio.to_thread(connection.ping)
 
 
 async def test_a_password_that_was_replaced_is_used_by_the_next_connection(server: Server) -> None:

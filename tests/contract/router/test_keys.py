@@ -139,6 +139,15 @@ async def test_an_admin_may_ask_for_what_waits_at_the_gate(keyed: Keyed) -> None
     assert asked["rollout"] != 200
 
 
+async def test_the_gates_own_word_may_be_in_a_file(fleet: Fleet, tmp_path: Path) -> None:
+    (tmp_path / "gate").write_text("sesame\n")
+    await fleet.tables.write({V1: "current", V2: "ready"}, fleet.urls)
+    async with fleet.router(gate_token_file=str(tmp_path / "gate"), **fleet.settings | {"hold_s": 0.05}):
+        asked = {"model": V2, "prompt": [1]}
+        assert (await fleet.post("/v1/completions", asked, headers={GATE: "sesame"})).status == 200
+        assert (await fleet.post("/v1/completions", asked, headers={GATE: "1"})).status == 503
+
+
 async def test_each_replica_is_shown_its_own_token(fleet: Fleet, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.mkdir()

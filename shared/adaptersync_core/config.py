@@ -151,6 +151,42 @@ class AgentSection(Section, frozen=True, kw_only=True):
     """Where Prometheus reads its figures, at /metrics; each service of a host needs its own. 0: nowhere."""
 
 
+class EngineSection(Section, frozen=True, kw_only=True):
+    """Engines that `adaptersync replica N` runs on a host, one an instance number. Agents are told with --number N."""
+
+    model: str = ""
+    """Directory of the base model, the same on each host. Empty: engines are started by something else."""
+    kind: Literal["vllm", "simulated"] = "vllm"
+    """`simulated` answers without a model, for rehearsals."""
+    host: str = "127.0.0.1"
+    """Address that engines listen on. Another than the loopback needs engine.peers."""
+    public_host: str = ""
+    """Where routers reach this host. Empty: its name, or the loopback where engines listen on that."""
+    port: int = 8000
+    """Of replica 0; N listens on this plus N. So it is with the next two."""
+    events_port: int = 5557
+    """Where an agent hears what its engine says of its cache, on the loopback."""
+    replay_port: int = 5657
+    """Where it asks for what it missed of that."""
+    peers: tuple[str, ...] = ()
+    """Addresses or networks (10.0.0.0/24) of the hosts that may reach engines: those of routers. Whatever else there is
+    in the network is refused by systemd; an engine answers whoever reaches it."""
+    run_path: str = "/run/adaptersync"
+    """Where agents leave their engines' tokens, by number."""
+    max_loras: int = 5
+    """Versions served at once: the window, a candidate, and one to spare for a rollback target."""
+    max_cpu_loras: int = 8
+    """Versions kept in memory, for vLLM to load from."""
+    max_lora_rank: int = 16
+    """The largest rank of an adapter."""
+    max_num_seqs: int = 64
+    """Sequences that an engine runs at once."""
+    arguments: str = ""
+    """More of the engine's own, as in a shell; they win over ours."""
+    drain_s: float = 60.0
+    """How long a stop waits for requests in flight."""
+
+
 class ProofSection(Section, frozen=True, kw_only=True):
     promote_on: tuple[Verdict, ...] = ("proved",)
     """Verdicts with which a replica accepts a version. Add "below noise" or "not probed" for engines without our door
@@ -278,6 +314,7 @@ class Config(Section, frozen=True, kw_only=True):
     coordinator: CoordinatorSection = CoordinatorSection()
     page: PageSection = PageSection()
     agent: AgentSection = AgentSection()
+    engine: EngineSection = EngineSection()
     proof: ProofSection = ProofSection()
     router: RouterSection = RouterSection()
     relay: RelaySection = RelaySection()

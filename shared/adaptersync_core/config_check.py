@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -53,7 +54,7 @@ def check(config: Config) -> None:
                 continue
             if not math.isfinite(value) or value < 0 or (value == 0 and key.endswith("_s") and key not in NEVER):
                 raise ConfigError("setting must be positive and finite", key=f"{section}.{key}", value=value)
-            if key in ("port", "metrics_port") and value > 65535:
+            if key.endswith("port") and value > 65535:
                 raise ConfigError("setting must be a port, 0 to 65535", key=f"{section}.{key}", value=value)
     for key, url in (("redis.control_url", config.redis.control_url), ("redis.cache_url", config.redis.cache_url)):
         if not _is_redis(url) and (url or key == "redis.control_url"):
@@ -68,6 +69,20 @@ def check(config: Config) -> None:
         raise ConfigError(
             "store.path and agent.stage_path must be absolute: vLLM would look a relative one up on a hub"
         )
+    if config.engine.model and not Path(config.engine.model).is_absolute():
+        raise ConfigError("setting must be an absolute path", key="engine.model", value=config.engine.model)
+    if not config.engine.peers and not is_loopback(config.engine.host):
+        raise ConfigError(
+            "engines would answer the whole network",
+            next_step="name the hosts of routers in engine.peers",
+            key="engine.host",
+            value=config.engine.host,
+        )
+    for peer in config.engine.peers:
+        try:
+            ip_network(peer)
+        except ValueError as error:
+            raise ConfigError(f"setting is no address or network: {error}", key="engine.peers") from error
     if not Path(config.router.spool_path).is_absolute():
         raise ConfigError("setting must be an absolute path", key="router.spool_path", value=config.router.spool_path)
     if config.router.spool_bytes < SPOOL_MIN_BYTES:
@@ -110,6 +125,13 @@ def check(config: Config) -> None:
         )
     if not 1 <= config.router.workers <= WORKERS:
         raise ConfigError(f"setting must be 1 to {WORKERS}", key="router.workers", value=config.router.workers)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _is_redis(url: str) -> bool:

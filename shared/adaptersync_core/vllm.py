@@ -246,6 +246,13 @@ class VllmClient:
                 raise EngineUnavailable(f"engine does not answer: {error.reason}", engine=self.url) from error
             await self._call("GET", "/health", timeout_s=timeout_s)
 
+    async def healthy(self, *, timeout_s: float) -> None:
+        """EngineUnavailable unless its front answers and takes its engine for well; the door lets anybody ask."""
+        try:
+            await self._call("GET", "/health", timeout_s=timeout_s)
+        except EngineRefused as error:
+            raise EngineUnavailable(f"engine is not well: {error.reason}", engine=self.url) from error
+
     async def epoch(self) -> str:
         """What changes when the server process is started anew: its start time, to the hundredth of a second."""
         values = [value for name, _, value in await self.metrics() if name == "process_start_time_seconds"]

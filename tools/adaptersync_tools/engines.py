@@ -1,7 +1,7 @@
 """The command and environment of one replica's engine: vLLM on CPU, vLLM on a GPU, or the simulator.
 
-Every engine listens on the loopback only, and behind our door: runtime LoRA loading and development mode are for its
-agent.
+Every engine listens on the loopback, unless told otherwise, and behind our door: runtime LoRA loading and development
+mode are for its agent.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     lora_target_modules: tuple[str, ...] = LINEAR
     """Modules that adapters may change. Not the head: vLLM with LoRA on it ends when a prompt is scored under load."""
     grace_s: float = 8.0
+    host: str = HOST
+    """Where it listens."""
+    arguments: tuple[str, ...] = ()
+    """More of the engine's own; the last of a kind counts."""
 
 
 class EventPorts(Struct, frozen=True, kw_only=True):
@@ -113,7 +117,7 @@ def vllm_spec(
         arguments += ["--kv-cache-memory-bytes", str(CPU_KV_BYTES)]
     return Spec(
         name=f"engine-{number}",
-        command=python("vllm.entrypoints.openai.api_server", *arguments),
+        command=python("vllm.entrypoints.openai.api_server", *arguments, *settings.arguments),
         environment=environment,
         tier=ENGINE_TIER,
         grace_s=settings.grace_s,  # its front may ignore SIGTERM for ever after an unanswered /is_paused
@@ -143,12 +147,13 @@ def simulator_spec(
         arguments += ["--kv-events-endpoint", event_ports.endpoint, "--kv-replay-endpoint", event_ports.replay_endpoint]
     if mount is not None:
         arguments += ["--mount", msgspec.json.encode(mount).decode()]
-    return Spec(name=f"engine-{number}", command=python("adaptersync_tools.simulator", *arguments), tier=ENGINE_TIER)
+    command = python("adaptersync_tools.simulator", *arguments, *settings.arguments)
+    return Spec(name=f"engine-{number}", command=command, tier=ENGINE_TIER)
 
 
 def _shared(settings: EngineSettings, port: int) -> list[str]:
     flags: dict[str, str | int | None] = {
-        "--host": HOST,
+        "--host": settings.host,
         "--port": port,
         "--max-loras": settings.max_loras,
         "--max-cpu-loras": settings.max_cpu_loras,

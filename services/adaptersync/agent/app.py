@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import time
 from functools import partial
@@ -28,6 +29,7 @@ from adaptersync_core.keys import Keys
 from adaptersync_core.lane import ANSWER_S, FastLane
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.manifest import Manifest
+from adaptersync_core.notify import Notifier, Pulse
 from adaptersync_core.ranks import told_apart
 from adaptersync_core.records import Ack, CacheReport, Fault, ReplicaReport
 from adaptersync_core.redis import RedisClient
@@ -49,10 +51,11 @@ log = logging.getLogger(__name__)
 def run_agent(config: Config, mount: Reader | None = None) -> None:
     """Stand beside one engine until SIGTERM. `mount` is how the store is read, if not as it lies there."""
     configure_logging("agent", config.agent.name)
-    run_until_stopped(_stand_beside(config, mount))
+    run_until_stopped(_stand_beside(config, mount, Notifier.take(os.environ)))
 
 
-async def _stand_beside(config: Config, mount: Reader | None = None) -> None:
+async def _stand_beside(config: Config, mount: Reader | None = None, notifier: Notifier | None = None) -> None:
+    notifier = notifier or Notifier()
     keys = Keys(config.group.name)
     client = RedisClient(config.redis.control_url, name=config.agent.name)
     cache_url = config.redis.cache_url or config.redis.control_url
@@ -72,7 +75,7 @@ async def _stand_beside(config: Config, mount: Reader | None = None) -> None:
             depth=config.group.blocks_per_request,
             limit=config.group.blocks_per_version,
         )
-        agent = Agent(config, Registry(client, keys), vllm, lane, mount, follower if follows else None)
+        agent = Agent(config, Registry(client, keys), vllm, lane, mount, follower if follows else None, notifier)
         metrics = served(agent.figures, host=config.telemetry.metrics_host, port=config.agent.metrics_port)
         try:
             with metrics:
@@ -90,6 +93,7 @@ async def _stand_beside(config: Config, mount: Reader | None = None) -> None:
                         tasks.create_task(follower.run())
                     await agent.reconcile()
         finally:
+            notifier.stopping()
             await agent.leave()
             await agent.close()
             await client.close()
@@ -108,6 +112,7 @@ class Agent:
         lane: FastLane,
         mount: Reader | None,
         follower: Follower | None,
+        notifier: Notifier,
     ) -> None:
         self._config = config
         self._settings = config.agent
@@ -122,6 +127,8 @@ class Agent:
         self._loaded: list[str] = []
         self._left: dict[str, float] = {}  # when a staged version was first seen to have left the table
         self._generation = 0
+        self._notifier = notifier
+        self._pulse = Pulse(self._notifier, "observe", "reconcile")
         self.bell = Bell()
         self.recent = Recent()
         self._traces = traces(config, "agent", config.agent.name)
@@ -133,8 +140,12 @@ class Agent:
             began = time.monotonic()
             try:
                 await self._report()
+                self._notifier.ready()
+                self._notifier.status(f"{self._settings.engine_url} holds {len(self._loaded)} versions")
             except AdapterSyncError as error:
                 log.warning("not reported: %s", error)
+                self._notifier.status(f"not reported: {error}")
+            self._pulse.beat("observe")
             await asyncio.sleep(max(0.0, self._settings.heartbeat_s - (time.monotonic() - began)))
 
     async def leave(self) -> None:
@@ -184,6 +195,7 @@ class Agent:
         """Level-triggered: look at the table on every event and at least every heartbeat."""
         while True:
             await self.bell.wait(self._settings.heartbeat_s)
+            self._pulse.beat("reconcile")
             if not self._engine.epoch:
                 continue
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import time
 from pathlib import Path
@@ -32,6 +33,7 @@ from adaptersync_core.events import VersionPromoted, VersionRolledBack, VersionS
 from adaptersync_core.figures import Figures, served
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
+from adaptersync_core.notify import Notifier
 from adaptersync_core.queue import enqueue_verification
 from adaptersync_core.records import Decision, Fleet, Leadership
 from adaptersync_core.redis import RedisClient
@@ -50,10 +52,11 @@ log = logging.getLogger(__name__)
 def run_coordinator(config: Config) -> None:
     """Coordinate until SIGTERM. Several may run; one leads, the others take over when its lease runs out."""
     configure_logging("coordinator", config.coordinator.name)
-    run_until_stopped(_coordinate(config))
+    run_until_stopped(_coordinate(config, Notifier.take(os.environ)))
 
 
-async def _coordinate(config: Config) -> None:
+async def _coordinate(config: Config, notifier: Notifier | None = None) -> None:
+    notifier = notifier or Notifier()
     keys = Keys(config.group.name)
     client = RedisClient(config.redis.control_url, name=config.coordinator.name)
     figures = Figures("coordinator", TABLE, {"coordinator": config.coordinator.name})
@@ -72,16 +75,21 @@ async def _coordinate(config: Config) -> None:
                     try:
                         await coordinator.work()
                         said = ""
+                        notifier.ready()
+                        notifier.status(coordinator.standing)
                     except AdapterSyncError as error:  # whatever it is, somebody can mend it while this one waits
                         if str(error) != said:  # once, not every tick until a mount is back
                             log.warning("will try again: %s", error)
                         said = str(error)
+                        notifier.status(f"will try again: {error}")
                         if not error.retryable and not isinstance(error, Fenced):
                             # who cannot decide does not lead: status says so, and another may be able to
                             await coordinator.give_up()
                             await asyncio.sleep(config.coordinator.lease_s)  # or each try would be told as an election
+                    notifier.alive()
                     await bell.wait(config.coordinator.tick_s)
     finally:
+        notifier.stopping()
         await coordinator.resign()
         await coordinator.close()
         await client.close()
@@ -102,6 +110,12 @@ class Coordinator:
         self._lease: Leadership | None = None
         self._term = secrets.token_hex(8)
         self._sightings = Sightings()
+        self._leader = ""
+
+    @property
+    def standing(self) -> str:
+        """Who leads, in a line."""
+        return f"leads with token {self._lease.token}" if self._lease else f"stands by: {self._leader} leads"
 
     async def work(self) -> None:
         """One wake: lead if possible, then decide until nothing is left to decide.
@@ -142,6 +156,7 @@ class Coordinator:
         settings, before = self._config.coordinator, self._lease
         former = before.incarnation if before else ""
         lease = await self._registry.lead(settings.name, self._term, lease_s=settings.lease_s, former=former)
+        self._leader = lease.leader
         if bool(lease.token) != (before is not None):
             log.info("leads with token %d" if lease.token else "%s leads", lease.token or lease.leader)
         if not lease.token:

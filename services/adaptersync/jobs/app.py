@@ -28,6 +28,7 @@ from adaptersync_core.archive import installed
 from adaptersync_core.config import Config, as_text, variable
 from adaptersync_core.errors import ControlError
 from adaptersync_core.figures import served
+from adaptersync_core.notify import Notifier
 from adaptersync_core.queue import DRAIN, VERIFY, enqueue_drain, queue_name
 from adaptersync_core.redis import rq_connection, translated
 from adaptersync_core.telemetry import configure_logging
@@ -65,13 +66,16 @@ class PatientWorker(Worker):
     """Stops between two jobs. rq's own worker raises an exception out of its signal handler, and asks Redis from there:
     in the midst of whatever it does, which has lost the signal, and has crashed the interpreter.
 
-    While it waits it does what is `due`.
+    `notifier` is told that it works, with each heartbeat: between looks for a job, and while one is in hand. While it
+    waits it does what is `due`.
     """
 
     due: Callable[[], None] | None = None
+    notifier = Notifier()
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
         self._stop_requested = True
+        self.notifier.stopping()
         self._shutdown_requested_date = now()
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, self.request_force_stop)
@@ -86,11 +90,18 @@ class PatientWorker(Worker):
                 return found
         return None
 
+    def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
+        self.notifier.alive()  # also while Redis is away, which rq waits for
+        super().heartbeat(timeout, pipeline)
+        if pipeline is None:  # else nothing was written yet
+            self.notifier.ready()
+
 
 def run_worker(config: Config) -> None:
     """Work until SIGTERM; the job in hand is finished first."""
     name = f"{socket.gethostname()}-{os.getpid()}"
     configure_logging("worker", name)
+    notifier = Notifier.take(os.environ)
     # each job runs in a process of its own, which reads its settings like any other process of ours
     os.environ.update(environment(config))
     connection = rq_connection(config.redis.control_url)
@@ -106,6 +117,8 @@ def run_worker(config: Config) -> None:
             maintenance_interval=MAINTENANCE_S,
         )
         worker.due = archiving(config)
+        worker.notifier = notifier
+        notifier.status(f"works on {queue.name}")
         log.info("working on %s", queue.name)
         with served(JobFigures(config), host=config.telemetry.metrics_host, port=config.jobs.metrics_port):
             worker.work(logging_level="WARNING")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import signal
 import ssl
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ from adaptersync_core.config import Config
 from adaptersync_core.errors import ControlError, ControlUnavailable
 from adaptersync_core.events import REPORTS
 from adaptersync_core.keys import Keys
+from adaptersync_core.notify import Notifier
 from adaptersync_core.pipe import Pipe
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
@@ -55,31 +57,39 @@ CACHE_TIMEOUT_S = 0.25  # for a decision; past it the router decides alone
 ROWS_TIMEOUT_S = 5.0  # for a batch of ledger rows, which the control server writes to disk
 DRAIN_S = 60.0  # how long a stop waits for requests in flight
 FLUSH_S = 3.0  # how long it then waits for the ledger
+BEAT_S = 0.5  # between two signs of life
 
 log = logging.getLogger(__name__)
 
 
 class Serving(NamedTuple):
-    """`work` are the loops behind the requests; it ends only when one of them breaks, and then so must the router."""
+    """`work` are the loops behind the requests; it ends only when one of them breaks, and then so must the router.
+
+    It listens from the beginning; it `vouches` once it has a table and has said so.
+    """
 
     url: str
     work: asyncio.Task[None]
+    vouches: Callable[[], bool]
 
 
 def run_router(config: Config) -> None:
     """Serve until SIGTERM or SIGINT, then let requests in flight end and the ledger be written; it outlives a kill."""
     settings = config.router
+    notifier = Notifier.take(os.environ)
     allow(settings.connections)
     with reserved(settings.host, settings.port) as ours:
         config = replace(config, router=replace(settings, port=ours.port))
         # once for all workers, and for those that take the place of one
         tokenizer = asyncio.run(load(settings.tokenizer)) if settings.tokenizer else None
-        run(lambda shares, worker: _run(config, tokenizer, shares, worker), settings.workers, ours.held)
+        mine = notifier if settings.workers == 1 else Notifier()
+        run(lambda shares, worker: _run(config, tokenizer, shares, worker, mine), settings.workers, ours.held, notifier)
 
 
-async def _run(config: Config, tokenizer: Tokenizer | None, shares: Shares, worker: int) -> None:
+async def _run(config: Config, tokenizer: Tokenizer | None, shares: Shares, worker: int, notifier: Notifier) -> None:
     loop, stop, begun = asyncio.get_running_loop(), asyncio.Event(), False
     itself = asyncio.current_task()
+    told: asyncio.Task[None] | None = None  # until the end: what is stopped from elsewhere is watched while it drains
 
     def heed() -> None:
         if not begun and not stop.is_set() and itself is not None:
@@ -93,13 +103,31 @@ async def _run(config: Config, tokenizer: Tokenizer | None, shares: Shares, work
             async with serving(config, tokenizer=tokenizer, shares=shares, worker=worker) as router:
                 begun = True
                 log.info("serving on %s", router.url)
+                told = asyncio.create_task(_tell(router, shares, worker, notifier))
                 stopped = asyncio.create_task(stop.wait())
                 await asyncio.wait((stopped, router.work), return_when=asyncio.FIRST_COMPLETED)
                 stopped.cancel()
+                notifier.stopping()
                 log.info("stopping: waiting for requests in flight")
     finally:
+        if told is not None:
+            told.cancel()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(signum)
+
+
+async def _tell(router: Serving, shares: Shares, worker: int, notifier: Notifier) -> None:
+    """Say that it serves, once it does, and from then on that its loop turns."""
+    notifier.status(f"listens on {router.url}; waits for the table")
+    while not router.vouches():
+        notifier.alive()
+        await asyncio.sleep(BEAT_S)
+    shares.serves(worker)
+    notifier.ready()
+    notifier.status(f"serves on {router.url}")
+    while True:
+        notifier.alive()
+        await asyncio.sleep(BEAT_S)
 
 
 @contextlib.asynccontextmanager
@@ -282,7 +310,7 @@ async def _serving(
         )
         await asyncio.sleep(0)  # they begin: coroutines that are cancelled before would be said to be forgotten
         try:
-            yield Serving(url=url, work=work)
+            yield Serving(url=url, work=work, vouches=lambda: view.age_s() <= settings.table_max_age_s)
         finally:
             # requests in flight still need all of the above
             await server.stop(drain_s)

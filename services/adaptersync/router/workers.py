@@ -30,6 +30,7 @@ import uvloop
 from msgspec import Struct
 
 from adaptersync_core.errors import AdapterSyncError, ConfigError
+from adaptersync_core.notify import Notifier
 
 SHARE_BYTES = 4 << 20  # of figures of one worker: a thousand replicas need an eighth; what is not touched costs nothing
 SLOTS = 2  # of a share, written in turn: who is killed while it writes leaves what it had left before
@@ -56,6 +57,7 @@ class Shares:
         self.workers = workers
         self._memory = mmap.mmap(-1, workers * SLOTS * SHARE_BYTES)
         self._beats = memoryview(mmap.mmap(-1, workers * 8)).cast("Q")
+        self._serving = memoryview(mmap.mmap(-1, workers))
         self._complained = False
 
     def put(self, worker: int, data: bytes) -> None:
@@ -91,6 +93,14 @@ class Shares:
     def beats(self, worker: int) -> int:
         return self._beats[worker]
 
+    def serves(self, worker: int, *, now: bool = True) -> None:
+        """It serves; until it is started again in another process."""
+        self._serving[worker] = now
+
+    @property
+    def all_serve(self) -> bool:
+        return all(self._serving)
+
     def others(self, worker: int) -> list[bytes]:
         found = (self.get(other) for other in range(self.workers) if other != worker)
         return [data for data in found if data]
@@ -103,8 +113,10 @@ def _checksum(number: int, data: bytes) -> int:
 Work = Callable[[Shares, int], Coroutine[Any, Any, None]]
 
 
-def run(work: Work, workers: int, parents: Sequence[socket.socket] = ()) -> None:
+def run(work: Work, workers: int, parents: Sequence[socket.socket] = (), notifier: Notifier | None = None) -> None:
     """Run `work` in so many processes until SIGTERM or SIGINT, or until too many have died: SystemExit.
+
+    `notifier` is for their parent, who alone may speak for several; the one worker of a router has it to itself.
 
     `parents` are sockets that several workers do not keep: what they hold is free again when their parent has died.
     """
@@ -116,7 +128,7 @@ def run(work: Work, workers: int, parents: Sequence[socket.socket] = ()) -> None
     if workers == 1:
         uvloop.run(work(shares, 0))
     else:
-        _Workers(work, shares, parents).run()
+        _Workers(work, shares, parents, notifier or Notifier()).run()
 
 
 class _Running(Struct):
@@ -130,10 +142,11 @@ class _Running(Struct):
 class _Workers:
     """The parent: it does nothing but to start, to look and to wait."""
 
-    def __init__(self, work: Work, shares: Shares, parents: Sequence[socket.socket]) -> None:
+    def __init__(self, work: Work, shares: Shares, parents: Sequence[socket.socket], notifier: Notifier) -> None:
         self._work = work
         self._shares = shares
         self._parents = parents
+        self._notifier = notifier
         self._running: dict[int, _Running] = {}  # by process id
         self._deaths: deque[float] = deque(maxlen=DEATHS)
         self._stopping = False
@@ -178,6 +191,9 @@ class _Workers:
                 log.error("worker %d (process %d) shows no sign of life: it is killed", it.worker, process)
                 os.kill(process, signal.SIGKILL)  # nobody has waited for it: it is still that process
                 it.missed = 0
+        if self._shares.all_serve:
+            self._notifier.ready()
+        self._notifier.alive()
 
     def _died(self, worker: int, process: int, code: int) -> None:
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -194,11 +210,13 @@ class _Workers:
 
     def _stop(self) -> None:
         self._stopping = True
+        self._notifier.stopping()
         for process in self._running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGTERM)
 
     def _start(self, worker: int) -> None:
+        self._shares.serves(worker, now=False)
         parent = os.getpid()
         process = os.fork()
         if process:

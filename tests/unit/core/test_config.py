@@ -43,7 +43,13 @@ def another(key: str, value: Any) -> tuple[Any, Any]:
         return "http://one:4318/v1/traces", "https://two"
     if key in ("control_url", "cache_url"):
         return "redis://one:1/0", "rediss://two"
-    if key == "path" or key.endswith("_path"):
+    if key == "kind":
+        return "simulated", "vllm"
+    if key == "host":
+        return "localhost", "127.0.0.2"
+    if key == "peers":
+        return ("10.0.0.1",), ("10.0.0.0/8", "fd00::1")
+    if key in ("path", "model") or key.endswith("_path"):
         return "/one", "/two"
     return "one", "two"
 

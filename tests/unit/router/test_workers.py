@@ -307,3 +307,14 @@ def test_a_port_that_is_taken_is_an_error_of_ours() -> None:
     with pytest.raises(ConfigError, match="cannot listen") as raised, reserved("no such host", 0):
         pass
     assert raised.value.ids["key"] == "router.host"
+
+
+def test_all_serve_when_each_does_and_no_longer_when_one_is_started_anew() -> None:
+    shares = Shares(2)
+    assert not shares.all_serve
+    shares.serves(0)
+    assert not shares.all_serve
+    shares.serves(1)
+    assert shares.all_serve
+    shares.serves(0, now=False)
+    assert not shares.all_serve

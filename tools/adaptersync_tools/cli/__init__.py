@@ -11,6 +11,7 @@ from adaptersync_tools.cli import (
     auditing,
     bench,
     changing,
+    installing,
     local,
     publishing,
     reading,
@@ -57,6 +58,7 @@ for command in (
     *services.COMMANDS,
     *sizing.COMMANDS,
     *securing.COMMANDS,
+    *installing.COMMANDS,
     *bench.COMMANDS,
 ):
     adaptersync.add_command(command)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+from functools import partial
 from pathlib import Path
 
 import click
 
+from adaptersync_core.notify import Notifier
 from adaptersync_core.telemetry import configure_logging
 from adaptersync_tools.cli.common import config_option, settings
+from adaptersync_tools.instance import LAST, Instance
+
+HOUSEKEEPING = ("tidy", "verify")
+number_option = partial(click.option, type=click.IntRange(0, LAST))
 
 
 @click.command()
@@ -15,16 +23,45 @@ from adaptersync_tools.cli.common import config_option, settings
 @click.option("--name", help="The replica this agent stands beside.")
 @click.option("--engine-url", help="Its vLLM server, on this host's loopback.")
 @click.option("--public-url", help="Where routers reach that server.")
-def agent(config_path: Path | None, name: str | None, engine_url: str | None, public_url: str | None) -> None:
+@number_option("--number", "number", help="Stand beside replica N of this host: name, addresses and paths follow.")
+def agent(
+    config_path: Path | None, name: str | None, engine_url: str | None, public_url: str | None, number: int | None
+) -> None:
     """Run the agent beside one vLLM server.
 
     \b
     Example:
       adaptersync agent --name replica-3 --engine-url http://127.0.0.1:8000
+      adaptersync agent --number 0   # beside: adaptersync replica 0
     """
     from adaptersync.agent.app import run_agent
 
-    run_agent(settings(config_path, agent__name=name, agent__engine_url=engine_url, agent__public_url=public_url))
+    given = {"agent__name": name, "agent__engine_url": engine_url, "agent__public_url": public_url}
+    follows = {} if number is None else Instance.of(settings(config_path), number).overrides()
+    run_agent(settings(config_path, **follows | {key: value for key, value in given.items() if value is not None}))
+
+
+@click.command()
+@config_option
+@click.argument("number", type=click.IntRange(0, LAST))
+def replica(config_path: Path | None, number: int) -> int:
+    """Run engine NUMBER of this host, by the settings [engine].
+
+    It serves at engine.port plus NUMBER, on the GPU that CUDA_VISIBLE_DEVICES names, as its unit does. Its agent is
+    another service: adaptersync agent --number NUMBER.
+
+    \b
+    Example:
+      adaptersync replica 0
+    """
+    from adaptersync_tools.replica import keep, spec
+
+    notifier = Notifier.take(os.environ)
+    config = settings(config_path)
+    at = Instance.of(config, number)
+    configure_logging("replica", at.name)
+    command = spec(config, at, dict(os.environ))
+    return asyncio.run(keep(command, at.engine_url, notifier, drain_s=config.engine.drain_s))
 
 
 @click.command()
@@ -106,4 +143,23 @@ def worker(config_path: Path | None) -> None:
     run_worker(settings(config_path))
 
 
-COMMANDS = (agent, coordinator, router, relay, worker)
+@click.command()
+@config_option
+@click.argument("task", type=click.Choice(HOUSEKEEPING))
+def janitor(config_path: Path | None, task: str) -> None:
+    """Do one round of housekeeping, and end.
+
+    verify asks the workers to read every live version again; tidy removes what killed publishers left in the store.
+
+    \b
+    Example:
+      adaptersync janitor verify
+    """
+    from adaptersync.jobs.janitor import TASKS
+
+    found = settings(config_path)
+    configure_logging("janitor", task)
+    click.echo(asyncio.run(TASKS[task](found)))
+
+
+COMMANDS = (agent, replica, coordinator, router, relay, worker, janitor)

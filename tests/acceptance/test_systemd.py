@@ -1,0 +1,153 @@
+"""Our units below a real systemd, used from outside as an operator uses them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import orjson
+import pytest
+
+from support.booted import CLI, Host, booted, objection
+from support.wait import wait_until_sync
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.systemd]
+
+SETTINGS = """\
+[engine]
+model = "/srv/model"
+kind = "simulated"
+arguments = "--latency '{\\"decode_tokens_per_s\\": 20}'"
+drain_s = 10
+
+[coordinator]
+lease_s = 1.0
+"""
+MODEL = """
+from pathlib import Path
+from adaptersync_tools.demo.synthetic import write_adapter, write_base_model
+write_base_model(Path("/srv/model"))
+for number in range(3):
+    write_adapter(Path(f"/srv/adapter-{number}"), base="/srv/model", seed=number)
+"""
+SERVICES = ("adaptersync-coordinator", "adaptersync-router", "adaptersync-worker")
+AGENTS = ("adaptersync-agent@0", "adaptersync-agent@1")
+REPLICAS = ("adaptersync-replica@0", "adaptersync-replica@1")
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """With everything installed, enabled and started."""
+    if why := objection():
+        pytest.skip(why)
+    with booted(tmp_path_factory.mktemp("host"), SETTINGS) as host:
+        host.run(CLI[0], "-I", "-c", MODEL)
+        host.adaptersync("install", "--systemd", "--root", "/")
+        host.run("systemd-sysusers")
+        host.run("systemd-tmpfiles", "--create", check=False)  # what is not ours may fail in here
+        host.systemctl("daemon-reload")
+        host.systemctl("start", "redis-server")
+        units = [f"{name}.service" for name in (*SERVICES, *AGENTS)]
+        timers = [f"adaptersync-janitor-{task}.timer" for task in ("verify", "tidy")]
+        host.systemctl("enable", *units, *timers)
+        host.systemctl("start", "adaptersync.target")
+        yield host
+
+
+def replicas(host: Host) -> dict[str, str]:
+    """States by instance number."""
+    status = orjson.loads(host.adaptersync("status", "--json").stdout)
+    return {each["replica"].rpartition("-")[2]: each["state"] for each in status["replicas"]}
+
+
+def complete(host: Host, tokens: int = 2) -> str:
+    body = orjson.dumps({"model": "run", "prompt": [1, 2, 3], "max_tokens": tokens}).decode()
+    url = "http://127.0.0.1:8080/v1/completions"
+    command = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", "-H", "content-type: application/json")
+    return host.run(*command, "-d", body, url, timeout_s=60.0).stdout
+
+
+def test_the_target_starts_all_and_each_is_ready(host: Host) -> None:
+    for unit in (*SERVICES, *REPLICAS, *AGENTS):
+        host.wait(unit, "ActiveState", "active")
+        assert host.shown(unit, "StatusText")
+        assert host.shown(unit, "NRestarts") == "0", host.journal()
+    assert host.shown("adaptersync-replica@1", "StatusText") == "serves at http://127.0.0.1:8001"
+
+
+def test_a_version_is_published_proved_served_and_verified_in_the_sandbox(host: Host) -> None:
+    host.adaptersync("publish", "/srv/adapter-0", "--run", "run")
+    wait_until_sync(lambda: set(replicas(host).values()) == {"ready"}, timeout_s=30.0)
+    assert complete(host) == "200"
+    host.systemctl("start", "adaptersync-janitor@verify", "adaptersync-janitor@tidy")
+    wait_until_sync(
+        lambda: "verified" in host.adaptersync("versions").stdout, timeout_s=30.0, what="a worker has verified it"
+    )
+    for task in ("verify", "tidy"):
+        assert host.shown(f"adaptersync-janitor-{task}.timer", "ActiveState") == "active"
+
+
+def test_each_runs_as_it_should_and_sees_what_it_may(host: Host) -> None:
+    def inside(unit: str, script: str) -> str:
+        process = host.shown(unit, "MainPID")
+        owner = host.run("stat", "-c", "%U", f"/proc/{process}").stdout.strip()
+        enter = ("nsenter", "--target", process, "--mount", "setpriv", f"--reuid={owner}", f"--regid={owner}")
+        return owner + host.run(*enter, "--init-groups", "sh", "-c", script, check=False).stdout.strip()
+
+    store, token = "/var/lib/adaptersync/store", "/run/adaptersync/0/token"
+    reads = f"test -r {store}/run && echo -reads; touch {store}/x 2>/dev/null && echo -writes"
+    token_too = f"{reads}; test -r {token} && echo -token; test -r /etc/adaptersync/adaptersync.toml && echo -settings"
+    assert inside("adaptersync-agent@0", token_too).split() == ["adaptersync-reads", "-token"]
+    assert inside("adaptersync-coordinator", reads).split() == ["adaptersync-reads", "-writes"]
+    assert inside("adaptersync-replica@0", token_too).split() == ["adaptersync-engine-token"]
+    assert inside("adaptersync-router", reads).split() == ["adaptersync"]
+    environment = host.run("cat", f"/proc/{host.shown('adaptersync-replica@1', 'MainPID')}/environ").stdout.split("\0")
+    assert "CUDA_VISIBLE_DEVICES=1" in environment
+
+
+def test_an_instance_drains_goes_and_comes_back(host: Host) -> None:
+    host.systemctl("stop", REPLICAS[1])
+    for unit in (REPLICAS[1], AGENTS[1]):
+        assert host.shown(unit, "ActiveState") == "inactive"
+        assert host.shown(unit, "Result") == "success", host.journal()
+    wait_until_sync(lambda: replicas(host).get("1") in (None, "draining", "gone"), timeout_s=30.0)
+    assert complete(host) == "200"
+    host.systemctl("start", AGENTS[1])
+    wait_until_sync(lambda: replicas(host).get("1") == "ready", timeout_s=60.0, what="replica 1 is back")
+    assert host.shown(REPLICAS[1], "ActiveState") == "active"
+
+
+def test_what_dies_is_started_again(host: Host) -> None:
+    host.systemctl("kill", "--signal=KILL", SERVICES[0])
+    host.wait(SERVICES[0], "NRestarts", "1")
+    host.wait(SERVICES[0], "ActiveState", "active")
+    host.adaptersync("publish", "/srv/adapter-1", "--run", "run")
+    assert complete(host) == "200"
+
+
+def test_a_router_that_hangs_is_started_again(host: Host) -> None:
+    host.systemctl("kill", "--signal=STOP", SERVICES[1])
+    began = time.monotonic()
+    host.wait(SERVICES[1], "NRestarts", "1", timeout_s=90.0)
+    assert time.monotonic() - began > 15.0  # not at once
+    host.wait(SERVICES[1], "ActiveState", "active")
+    assert complete(host) == "200"
+
+
+def test_settings_that_are_wrong_are_not_tried_again(host: Host) -> None:
+    host.run("sh", "-c", "echo 'ADAPTERSYNC_ROUTER__PORT=none' > /etc/adaptersync/adaptersync-worker.env")
+    host.systemctl("restart", SERVICES[2], check=False)
+    host.wait(SERVICES[2], "ActiveState", "failed")
+    assert host.shown(SERVICES[2], "ExecMainStatus") == "78"
+    host.run("rm", "/etc/adaptersync/adaptersync-worker.env")
+    host.systemctl("restart", SERVICES[2])
+    assert host.shown(SERVICES[2], "ActiveState") == "active"
+
+
+def test_the_target_stops_all(host: Host) -> None:
+    host.systemctl("stop", "adaptersync.target")
+    for unit in (*SERVICES, *REPLICAS, *AGENTS):
+        host.wait(unit, "ActiveState", "inactive")
+        assert host.shown(unit, "Result") in ("success", "start-limit-hit"), unit
+    left = host.run("pgrep", "-u", "adaptersync,adaptersync-engine", check=False).stdout
+    assert left == ""

@@ -1,0 +1,97 @@
+"""What a service of ours is not allowed, whatever happens in it: everything that it does not need.
+
+`systemd-analyze security` weighs it; a test holds each unit to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+USER = "adaptersync"
+ENGINE_USER = "adaptersync-engine"
+
+
+def service(*, zmq: bool = False) -> Iterator[tuple[str, str]]:
+    """For Python that speaks to the network and writes to some directories.
+
+    ZeroMQ asks for the interfaces there are, and sets its threads' scheduling to what it is; refused, it aborts.
+    """
+    yield "User", USER
+    yield "Group", USER
+    yield from _shared()
+    yield "PrivateDevices", "yes"
+    yield "DevicePolicy", "closed"
+    yield "ProcSubset", "pid"
+    yield "MemoryDenyWriteExecute", "yes"
+    yield "RestrictAddressFamilies", f"AF_UNIX AF_INET AF_INET6{' AF_NETLINK' if zmq else ''}"
+    yield "SystemCallFilter", "@system-service"
+    yield "SystemCallFilter", "~@privileged @resources"
+    if zmq:
+        yield "SystemCallFilter", "sched_setscheduler"
+
+
+def engine() -> Iterator[tuple[str, str]]:
+    """For vLLM, which compiles code as it runs, binds itself to cores and drives GPUs. It is given no secret."""
+    yield "User", ENGINE_USER
+    yield "Group", ENGINE_USER
+    yield "SupplementaryGroups", USER  # staged versions, and its agent's token
+    yield from _shared()
+    yield "DevicePolicy", "closed"
+    yield "DeviceAllow", "char-nvidia* rw"
+    yield "RestrictAddressFamilies", "AF_UNIX AF_INET AF_INET6 AF_NETLINK"
+    yield "SystemCallFilter", "@system-service"
+    yield "SystemCallFilter", "~@privileged"
+
+
+def _shared() -> Iterator[tuple[str, str]]:
+    for key in (
+        "NoNewPrivileges",
+        "PrivateTmp",
+        "PrivateIPC",
+        "ProtectHome",
+        "ProtectHostname",
+        "ProtectClock",
+        "ProtectKernelTunables",
+        "ProtectKernelModules",
+        "ProtectKernelLogs",
+        "ProtectControlGroups",
+        "RestrictNamespaces",
+        "RestrictRealtime",
+        "RestrictSUIDSGID",
+        "LockPersonality",
+        "RemoveIPC",
+    ):
+        yield key, "yes"
+    yield "CapabilityBoundingSet", ""
+    yield "AmbientCapabilities", ""
+    yield "ProtectSystem", "strict"
+    yield "ProtectProc", "invisible"
+    yield "KeyringMode", "private"
+    yield "SystemCallArchitectures", "native"
+    yield "SystemCallErrorNumber", "EPERM"
+    yield "LimitCORE", "0"  # settings and prompts are in memory
+
+
+def network(*allowed: str) -> Iterator[tuple[str, str]]:
+    """Only the loopback and these."""
+    yield "IPAddressDeny", "any"
+    yield "IPAddressAllow", " ".join(("localhost", *allowed))
+
+
+def literal_hosts(urls: Sequence[str]) -> list[str] | None:
+    """Addresses of servers, those on the loopback left out; None where one is a name, which a unit cannot allow."""
+    found = []
+    for url in urls:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        if parts.scheme == "unix" or host == "localhost":
+            continue
+        try:
+            address = ip_address(host)
+        except ValueError:
+            return None
+        if not address.is_loopback:
+            found.append(str(address))
+    return sorted(set(found))

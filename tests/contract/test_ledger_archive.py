@@ -218,6 +218,27 @@ async def test_two_at_once_archive_it_once(config: Config, store: Path, writer: 
     assert ids(store) == [f"r-{n:x}" for n in range(60)]
 
 
+async def test_what_a_death_left_goes_when_its_batch_has_grown_meanwhile(
+    config: Config, store: Path, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def killed(archive: Archive, link: object) -> bool:
+        raise Killed
+
+    await writer.rows([row("r-1")])
+    with monkeypatch.context() as dying:
+        dying.setattr(Archive, "append", killed)
+        with pytest.raises(Killed):
+            await drain(config)
+    assert len(list(store.rglob("*.parquet"))) == 1  # noqa: ASYNC240
+    await writer.rows([row("r-2")])
+    await drain(config)
+    assert ids(store) == ["r-1", "r-2"]
+    assert list(store.rglob("*.noted")) == []  # noqa: ASYNC240
+
+
 async def test_days_that_are_over_become_one_file(config: Config, store: Path, writer: Writer, small: None) -> None:
     await old(writer, range(50))
     await drain(config)

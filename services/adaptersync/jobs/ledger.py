@@ -91,6 +91,7 @@ class Drain:
             if not await self._batch(head):
                 break
             head = await asyncio.to_thread(self._archive.head)
+        await asyncio.to_thread(self._archive.tidy)  # of links that are there only now
         await self._trim(head)
         if before is not None and head is not None and day(before.link.highest) != day(head.link.highest):
             await self._merge(head)

@@ -19,6 +19,7 @@ import pytest
 from msgspec.structs import replace
 
 from adaptersync.jobs.figures import JobFigures
+from adaptersync.jobs.ledger import drain
 from adaptersync_core.access import Instance, rules
 from adaptersync_core.config import Config, TelemetrySection
 from adaptersync_core.figures import text
@@ -317,6 +318,31 @@ def test_jobs_fail(config: Config, tmp_path: Path) -> None:
             wait_until_sync(lambda: promql.value(fires, before, promql.scrape(url)), timeout_s=30)
         finally:
             worker.terminate()
+
+
+async def test_the_ledger_is_not_archived(seen: Watched) -> None:
+    pytest.importorskip("pyarrow")
+    config, expression = seen.fleet.config, EXPRESSIONS["AdapterSyncArchiveLag"].replace("> 900", "> 0.2")
+    figures = JobFigures(config)
+
+    async def scrape() -> Scrape:
+        return promql.read((await asyncio.to_thread(text, figures)).decode(), "worker")
+
+    now = await scrape()
+    assert not promql.value(expression, now, now)
+    version = await seen.fleet.promoted(await seen.fleet.trainer())
+    await seen.fleet.complete(version)
+
+    async def fires() -> bool:
+        now = await scrape()
+        return bool(promql.value(expression, now, now))
+
+    await wait_until(fires, timeout_s=30)
+    await drain(config)
+    now = await scrape()
+    assert not promql.value(expression, now, now)
+    off = JobFigures(replace(config, jobs=replace(config.jobs, ledger_s=0.0)))
+    assert b"\nadaptersync_worker_unarchived_seconds " not in await asyncio.to_thread(text, off)
 
 
 def test_a_worker_tells_as_much_with_the_rights_of_its_own_user(config: Config) -> None:

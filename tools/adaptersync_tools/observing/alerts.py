@@ -96,6 +96,14 @@ ALERTS = (
         fix="look at the control server: reachable, memory below its bound, disk not full",
     ),
     Alert(
+        name="AdapterSyncArchiveLag",
+        expr="max(adaptersync_worker_unarchived_seconds) > 900",
+        hold="0m",
+        severity="page",
+        summary="ledger rows are not archived in the store: they fill the control server's memory",
+        fix="rq info: is a worker at it, or do its jobs fail? see the worker's log",
+    ),
+    Alert(
         name="AdapterSyncSpoolFilling",
         expr=(
             "max by (instance)"

@@ -145,6 +145,10 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             queries={"{{instance}}": f"{R}table_age_seconds"},
         ),
         Panel(
+            title="Oldest row that is not archived", text="In Redis, and not yet in the store.", unit="s",
+            queries={"rollouts": f"max({W}unarchived_seconds)"},
+        ),
+        Panel(
             title="Agents' last reports", text="Since the coordinator heard of them.", unit="s",
             queries={"{{replica}}": f"max by (replica) ({C}heard_seconds)"},
         ),

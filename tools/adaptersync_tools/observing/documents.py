@@ -13,7 +13,7 @@ A router has `/metrics` at its own port. Agents, coordinators and workers have i
 `coordinator.metrics_port` or `jobs.metrics_port` says, on `telemetry.metrics_host`, the loopback unless told otherwise;
 by default nowhere. Whoever reaches it may read it: it tells names of runs, versions and replicas.
 
-- `prometheus/alerts.yml` goes under `rule_files:` of Prometheus.
+- `prometheus/alerts.yml` goes under `rule_files:` of Prometheus; `prometheus/prometheus.yml` is an example of the rest.
 - `grafana/provisioning` and `grafana/dashboards` go where Grafana looks for them (`/etc/grafana/provisioning`,
   `/var/lib/grafana/dashboards`).
 

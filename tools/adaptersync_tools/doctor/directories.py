@@ -20,6 +20,7 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 def examine(verdict: Verdict, config: Config, roles: frozenset[Role]) -> None:
     store = Path(config.store.path)
+    _secrets(verdict, config)
     if roles & {"trainer", "agent", "coordinator", "worker"}:
         _store(verdict, store, roles)
     if "agent" in roles:
@@ -96,6 +97,21 @@ def _token(verdict: Verdict, file: str) -> None:
         mode = stat.S_IMODE(path.stat().st_mode)
         what = f"everybody on this host may read {path} (mode {mode:o}), and so command the engine"
         verdict.check("token", not mode & 0o007, what, f"chmod 640 {path}")
+
+
+def _secrets(verdict: Verdict, config: Config) -> None:
+    """Files that let their reader do what this service may."""
+    for setting, file in (
+        ("redis.password_file", config.redis.password_file),
+        ("redis.key_file", config.redis.key_file),
+        ("agent.engine_key_file", config.agent.engine_key_file),
+        ("router.gate_token_file", config.router.gate_token_file),
+        ("trainer.router_key_file", config.trainer.router_key_file),
+    ):
+        if file and Path(file).exists():
+            mode = stat.S_IMODE(Path(file).stat().st_mode)
+            what = f"everybody on this host may read {file} (mode {mode:o}), the secret of {setting}"
+            verdict.check("secret", not mode & 0o007, what, f"chmod 600 {file}")
 
 
 def _room(verdict: Verdict, about: str, directory: Path, wanted: int) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from adaptersync_core.api_keys import bearer
 from adaptersync_core.config import Config
 from adaptersync_core.errors import EngineError
+from adaptersync_core.tls import trusting
 from adaptersync_core.vllm import EngineFacts, VllmClient
 from adaptersync_tools.doctor.finding import Verdict
 
@@ -15,7 +17,8 @@ FLAGS = "start vLLM with "
 
 async def examine(verdict: Verdict, config: Config) -> None:
     token = _token(verdict, config.agent.token_file)
-    async with VllmClient(config.agent.engine_url, token=token) as vllm:
+    shown, tls = bearer(config.agent.engine_key_file), trusting(config.agent.engine_ca_file, key="agent.engine_ca_file")
+    async with VllmClient(config.agent.engine_url, token=token, headers=shown, tls=tls) as vllm:
         try:
             facts = await vllm.facts()
             door = await vllm.identity()

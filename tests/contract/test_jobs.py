@@ -18,6 +18,7 @@ from rq.serializers import JSONSerializer
 from adaptersync.jobs.app import ListedJob
 from adaptersync.jobs.verify import verify
 from adaptersync.trainer import AdapterPublisher
+from adaptersync_core.archive import Archive
 from adaptersync_core.config import Config, load_config
 from adaptersync_core.errors import ControlError
 from adaptersync_core.events import VersionVerified, from_fields
@@ -155,12 +156,13 @@ async def test_what_was_never_announced_is_an_error(config: Config) -> None:
         await verify(config, "a.run-v9-0123456789ab")
 
 
-def run_worker(config: Config, *, log: Path) -> subprocess.Popen[bytes]:
+def run_worker(config: Config, *, log: Path, **settings: str) -> subprocess.Popen[bytes]:
     """The worker as an operator starts it, its settings from the environment."""
     environment = {
         **os.environ,
         "ADAPTERSYNC_REDIS__CONTROL_URL": config.redis.control_url,
         "ADAPTERSYNC_STORE__PATH": config.store.path,
+        **settings,
     }
     with log.open("wb") as output:
         return subprocess.Popen(
@@ -254,3 +256,19 @@ def test_versions_have_jobs_of_their_own() -> None:
         ]
     }
     assert len(names) == 4
+
+
+@pytest.mark.foreign_keys("rq keeps its own")
+def test_a_worker_archives_the_ledger_by_itself(config: Config, version: str, tmp_path: Path) -> None:
+    """Again and again, and what came after the last time, too."""
+    archive = Archive(Path(config.store.path), config.group.name, "events")
+    with rq_connection(config.redis.control_url) as connection:
+        stream = Keys(config.group.name).events
+        worker = run_worker(config, log=tmp_path / "worker.log", ADAPTERSYNC_JOBS__LEDGER_S="0.2")
+        try:
+            wait_until_sync(archive.head, timeout_s=30)
+            last = connection.xadd(stream, {"type": "x"}).decode()
+            wait_until_sync(lambda: (head := archive.head()) and head.link.last == last, timeout_s=30)
+        finally:
+            worker.send_signal(signal.SIGTERM)
+            assert worker.wait(20) == 0, (tmp_path / "worker.log").read_text()

@@ -214,3 +214,9 @@ def test_every_setting_has_its_section_and_duration_names_their_unit() -> None:
         assert isinstance(default, str | int | float | bool | tuple), (section, key)
         if isinstance(default, float):
             assert key.endswith("_s"), (section, key)
+
+
+def test_the_ledger_stays_in_redis_for_as_long_as_routers_may_look_for_it() -> None:
+    assert load_config(environment={"ADAPTERSYNC_JOBS__LEDGER_S": "0"}).jobs.ledger_s == 0
+    with pytest.raises(ConfigError, match="at least 60"):
+        load_config(environment={"ADAPTERSYNC_JOBS__LEDGER_KEPT_S": "59"})

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from adaptersync_core.access import Instance, acl_file
-from adaptersync_core.address import complete, where
+from adaptersync_core.access import acl_file
+from adaptersync_core.address import where
 from adaptersync_core.bus import follow
 from adaptersync_core.errors import ControlError, ControlUnavailable
 from adaptersync_core.keys import Keys
@@ -23,65 +21,20 @@ from adaptersync_core.pipe import Pipe
 from adaptersync_core.redis import RedisClient, rq_connection, translated
 from adaptersync_core.registry import Registry
 from support.certificates import Authority
-from support.redis_servers import server_binary
-from support.wait import wait_until, wait_until_sync
+from support.tls_server import OPERATOR, TlsServer
+from support.wait import wait_until
 
-OPERATOR = Instance("operator", "ops")
 KEYS = Keys("test")
 
 
-class Server:
-    """One that wants to know its clients by certificate and by password."""
-
-    def __init__(self, directory: Path, *hosts: str) -> None:
-        self.authority = Authority(directory / "ours")
-        certificate, key = self.authority.issue("server", *hosts)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = int(free.getsockname()[1])
-        self.password = directory / "password"
-        self.password.write_text("word-1\n")
-        self.acl = directory / "users.acl"
-        self.acl.write_text(acl_file("test", {OPERATOR: "word-1"}, admin="root"))
-        lines = {
-            "port": 0, "tls-port": self.port, "bind": "127.0.0.1", "tls-cert-file": certificate, "tls-key-file": key,
-            "tls-ca-cert-file": self.authority.ca, "tls-auth-clients": "yes", "aclfile": self.acl, "dir": directory,
-            "save": '""',
-        }  # fmt: skip
-        self.config = directory / "server.conf"
-        self.config.write_text("".join(f"{name} {value}\n" for name, value in lines.items()))
-
-    def url(self, ca: Path | None = None, *, shows: bool = True, who: str = "") -> str:
-        certificate, key = (str(path) for path in self.authority.issue("client")) if shows else ("", "")
-        return complete(
-            f"rediss://{who}127.0.0.1:{self.port}/0",
-            user=OPERATOR.user("test"),
-            password_file=str(self.password),
-            ca_file=str(ca or self.authority.ca),
-            cert_file=certificate,
-            key_file=key,
-        )
-
-    def listens(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1.0):
-            return True
-        return False
-
-
 @pytest.fixture
-def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
-    made = Server(tmp_path, *getattr(request, "param", ()))
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen([server_binary("redis7"), str(made.config)], stdout=log, stderr=log)
-    try:
-        wait_until_sync(made.listens, what=f"the server listens: {(tmp_path / 'log').read_text()}")
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TlsServer]:
+    made = TlsServer(tmp_path, *getattr(request, "param", ()))
+    with made.running():
         yield made
-    finally:
-        process.terminate()
-        process.wait()
 
 
-async def test_every_client_is_let_in(server: Server) -> None:
+async def test_every_client_is_let_in(server: TlsServer) -> None:
     url = server.url()
     client, pipe = RedisClient(url, name="test"), Pipe(url, name="test", timeout_s=5.0)
     seen: list[str] = []
@@ -111,7 +64,7 @@ async def test_every_client_is_let_in(server: Server) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["stranger", "no certificate", "no password"])
-async def test_nobody_else_is_and_no_other_server_is_spoken_to(server: Server, tmp_path: Path, wrong: str) -> None:
+async def test_nobody_else_is_and_no_other_server_is_spoken_to(server: TlsServer, tmp_path: Path, wrong: str) -> None:
     """A server that another authority vouches for; a client without a certificate; one with another password."""
     url = server.url()
     if wrong == "stranger":
@@ -135,7 +88,7 @@ async def test_nobody_else_is_and_no_other_server_is_spoken_to(server: Server, t
 
 
 @pytest.mark.parametrize("server", [("elsewhere.example",)], indirect=True)
-async def test_a_server_that_poses_as_another_is_not_spoken_to(server: Server) -> None:
+async def test_a_server_that_poses_as_another_is_not_spoken_to(server: TlsServer) -> None:
     """One that our own authority vouches for, by another name."""
     client, pipe = RedisClient(server.url(), name="test"), Pipe(server.url(), name="test", timeout_s=5.0)
     try:
@@ -154,7 +107,7 @@ async def test_a_server_that_poses_as_another_is_not_spoken_to(server: Server) -
         await asyncio.to_thread(connection.ping)
 
 
-async def test_a_password_that_was_replaced_is_used_by_the_next_connection(server: Server) -> None:
+async def test_a_password_that_was_replaced_is_used_by_the_next_connection(server: TlsServer) -> None:
     url = server.url()
     admin = RedisClient(server.url(who="admin:root@"), name="test")
     client = RedisClient(url, name="test")

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -20,6 +21,7 @@ from adaptersync_core.config import Config
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.store_identity import PREFIX
+from adaptersync_core.table import Member, Table
 from adaptersync_core.vllm import WORKER_EXTENSION, EngineFacts
 from adaptersync_tools.cli import main
 from adaptersync_tools.doctor import ROLES, Finding, Role, Verdict, directories, engine, examine, host, servers
@@ -78,7 +80,8 @@ async def well(pair: tuple[RedisServer, ...], tmp_path: Path) -> AsyncIterator[H
         )
         coordinator = replace(config.coordinator, deadline_s=120.0)
         router = replace(config.router, connections=100)
-        yield Host(replace(config, agent=agent, coordinator=coordinator, router=router), *pair)
+        trainer = replace(config.trainer, router_url=agent.engine_url)  # somebody listens there
+        yield Host(replace(config, agent=agent, coordinator=coordinator, router=router, trainer=trainer), *pair)
 
 
 async def look(config: Config, *roles: Role) -> list[Finding]:
@@ -436,6 +439,28 @@ async def test_settings_that_do_not_go_together(well: Host, section: str, change
     assert said(await look(config), what, "warning")
 
 
+async def test_replicas_that_a_router_cannot_reach(well: Host) -> None:
+    member = Member(state="ready", url=well.config.agent.engine_url, engine_epoch="e", since=1.0, block_size=32)
+    away = replace(member, url="http://127.0.0.1:1")
+    members = {"replica-0": member, "replica-1": away, "replica-2": replace(away, state="joining")}
+    client, key = RedisClient(well.control.url, name="test"), Keys(well.config.group.name).table
+    try:
+        await client.command("SET", key, msgspec.json.encode(Table(generation=1, members=members)))
+        (found,) = await look(well.config, "router")
+        assert found.what.startswith("replica-1 cannot be reached from here: ")
+        assert await look(well.config, "worker") == []
+    finally:
+        await client.command("DEL", key)
+        await client.close()
+
+
+async def test_a_router_that_a_trainer_cannot_reach(well: Host) -> None:
+    trainer = replace(well.config.trainer, router_url="http://127.0.0.1:1")
+    config = replace(well.config, trainer=trainer)
+    assert said(await look(config, "trainer"), "http://127.0.0.1:1 cannot be reached from here", "warning")
+    assert await look(config, "coordinator") == []
+
+
 # the command
 
 
@@ -447,6 +472,7 @@ async def test_the_command_tells_by_its_exit_status(
     monkeypatch.setenv("ADAPTERSYNC_REDIS__CONTROL_URL", well.control.url)
     monkeypatch.setenv("ADAPTERSYNC_REDIS__CACHE_URL", well.cache.url)
     monkeypatch.setenv("ADAPTERSYNC_STORE__PATH", "/nowhere" if wrong else well.config.store.path)
+    monkeypatch.setenv("ADAPTERSYNC_TRAINER__ROUTER_URL", well.config.trainer.router_url)
     monkeypatch.setenv("COLUMNS", "60")
     status = await command(["doctor", "--role", "trainer"])
     text = capsys.readouterr().out

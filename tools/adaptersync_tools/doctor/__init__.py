@@ -6,7 +6,7 @@ It changes nothing but empty files that it makes to see whether it may, and remo
 from __future__ import annotations
 
 from adaptersync_core.config import Config
-from adaptersync_tools.doctor import directories, engine, host, servers
+from adaptersync_tools.doctor import directories, engine, host, reach, servers
 from adaptersync_tools.doctor.finding import ROLES, Finding, Role, Verdict
 
 
@@ -17,6 +17,7 @@ async def examine(config: Config, roles: frozenset[Role] = frozenset(ROLES)) -> 
     directories.examine(verdict, config, roles)
     if "agent" in roles:
         await engine.examine(verdict, config)
+    await reach.examine(verdict, config, roles)
     host.examine(verdict, config, roles)
     return verdict
 

@@ -234,6 +234,7 @@ async def test_an_operator_asks_and_does_not_decide(registry: Callable[[Role], R
         await operator.client.command("HDEL", KEYS.requests, "x")
     with pytest.raises(ControlError):
         await operator.lead("operator", "term", lease_s=1.0)
+    assert await registry("coordinator").request(Request(kind="rollback", run="run-a"))  # what its page was asked for
     assert await registry("coordinator").lead("coordinator-0", "term", lease_s=1.0)
 
 

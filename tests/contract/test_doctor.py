@@ -17,6 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 import adaptersync_tools.doctor
+from adaptersync.router.app import serving as serving_router
 from adaptersync_core.config import Config
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import RedisClient
@@ -406,12 +407,29 @@ async def test_a_port_is_taken(well: Host) -> None:
             assert said(await look(replace(well.config, router=router), "router"), "is taken by another program")
 
 
-@pytest.mark.parametrize(("name", "fine"), [("router-0", True), ("router-9", False)])
+@pytest.mark.parametrize(
+    ("name", "fine"),
+    [("router-0", True), ("router-0-0a1b2c", True), ("router-9-0a1b2c", False), ("router-0-other", False)],
+)
 def test_a_port_that_a_router_has(name: str, fine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_at", lambda *_: name)
     verdict = Verdict()
     host._router(verdict, Config())
     assert any("is taken" in finding.what for finding in verdict.findings) != fine
+
+
+async def test_the_port_of_a_router_that_runs(well: Host) -> None:
+    """A real one, with the name that it gives itself."""
+    async with serving_router(replace(well.config, router=replace(well.config.router, port=0)), drain_s=0.1) as router:
+        settings = replace(well.config.router, port=int(router.url.rpartition(":")[2]))
+        config = replace(well.config, router=settings)
+        other = replace(well.config, router=replace(settings, name="router-9"))
+
+        def looked(config: Config) -> list[Finding]:
+            return asyncio.run(look(config, "router"))  # a command has a loop of its own, which may wait
+
+        assert await asyncio.to_thread(looked, config) == []
+        assert said(await asyncio.to_thread(looked, other), "is taken by router-0")
 
 
 async def test_too_few_open_files(well: Host) -> None:

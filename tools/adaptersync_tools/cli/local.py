@@ -88,8 +88,9 @@ def _introduce(stack: Stack) -> None:
     for url in stack.page_urls:
         out.print(Text.assemble("page        ", (url, "bold green")))
     out.print(Text.assemble("settings    ", (f"export ADAPTERSYNC_CONFIG={stack.config_path}", "bold")))
-    server, stream = where(stack.config.redis.control_url), Keys(stack.config.group.name).events
-    events = f"redis-cli -u redis://{server} XRANGE '{stream}' - +"
+    scheme, server = stack.config.redis.control_url.partition(":")[0], where(stack.config.redis.control_url)
+    stream = Keys(stack.config.group.name).events
+    events = f"redis-cli -u {scheme}://{server.rpartition('//')[2]} XRANGE '{stream}' - +"
     out.print(Text.assemble("events      ", events), soft_wrap=True)
     out.print(f"logs        {stack.logs}")
     out.print(Text("look        adaptersync top · status · versions · events --follow", "dim"))

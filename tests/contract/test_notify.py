@@ -23,6 +23,7 @@ from adaptersync.agent import app as agent_app
 from adaptersync.coordinator import app as coordinator_app
 from adaptersync_core.config import Config, CoordinatorSection, RedisSection, StoreSection, variable
 from adaptersync_core.notify import Notifier
+from adaptersync_tools import replica as replica_tool
 from adaptersync_tools.demo.synthetic import write_base_model
 from adaptersync_tools.servers import RedisServer, Role
 from support.notices import Notices, service
@@ -305,3 +306,17 @@ async def test_an_agent_of_which_one_loop_is_stuck_falls_silent(
         async with at_work(agent_app._stand_beside(config, None, Notifier(notices.address))):
             await asyncio.sleep(0.6)
             assert notices.count("EXTEND") == 0
+
+
+async def test_the_word_of_an_engine_counts_and_not_that_somebody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it starts it need not answer; later it must."""
+    monkeypatch.setattr(replica_tool, "LOOK_S", 0.02)
+    (port,) = free_ports(1)
+    with Notices() as notices:
+        notifier = Notifier(notices.address, watchdog_s=0.1)
+        async with at_work(replica_tool._watch(f"http://127.0.0.1:{port}", notifier)):
+            await wait_until(lambda: notices.count("EXTEND_TIMEOUT_USEC") == 1)
+            notifier.ready()
+            await wait_until(lambda: notices.count("STATUS=no answer") == 1)
+            await asyncio.sleep(0.3)
+        assert notices.count("WATCHDOG=1") == 0

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import contextlib
 import os
 import socket
-import time
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,222 +18,17 @@ from adaptersync.router.app import serving as serving_router
 from adaptersync_core.config import Config
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import RedisClient
-from adaptersync_core.store_identity import PREFIX
 from adaptersync_core.table import Member, Table
-from adaptersync_core.vllm import WORKER_EXTENSION, EngineFacts
+from adaptersync_core.vllm import EngineFacts
 from adaptersync_tools.cli import main
-from adaptersync_tools.doctor import ROLES, Finding, Role, Verdict, directories, engine, examine, host, servers
-from adaptersync_tools.servers import RedisServer
-from adaptersync_tools.servers import Role as ServerRole
+from adaptersync_tools.doctor import Finding, Verdict, directories, engine, host
 from adaptersync_tools.simulator.engine import EngineConfig
 from adaptersync_tools.simulator.http import Simulator, SimulatorConfig, serving
-from adaptersync_tools.simulator.publisher import PublisherConfig
-from support.redis_servers import server_binary
-from support.whole_fleet import fleet_config
-
-
-class Host(NamedTuple):
-    config: Config
-    control: RedisServer
-    cache: RedisServer
-
-
-@pytest.fixture(scope="module", params=["redis7", "valkey9"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RedisServer, ...]]:
-    """Servers of our own, since they are set up wrongly."""
-    directory = tmp_path_factory.mktemp("servers")
-    binary = server_binary(request.param)
-    with (
-        RedisServer(ServerRole.CONTROL, directory / "control", binary=binary) as control,
-        RedisServer(ServerRole.CACHE, directory / "cache", binary=binary) as cache,
-    ):
-        yield control, cache
-
-
-@pytest.fixture
-async def well(pair: tuple[RedisServer, ...], tmp_path: Path) -> AsyncIterator[Host]:
-    """A host as it should be: a simulated engine in the place of vLLM."""
-    store, token = tmp_path / "store", tmp_path / "token"
-    store.mkdir(mode=0o755)
-    (store / f"{PREFIX}0123").touch()
-    token.touch(mode=0o640)
-    token.write_text("the agent's")
-    sizes = EngineConfig(max_loras=5, max_cpu_loras=8)
-    simulator = Simulator(
-        SimulatorConfig(
-            engine=sizes,
-            token_file=token,
-            worker_extension_cls=WORKER_EXTENSION,
-            kv_events=PublisherConfig(endpoint="tcp://*:0", replay_endpoint="tcp://*:0"),
-        )
-    )
-    async with serving(simulator) as address:
-        config = fleet_config(pair[0].url, pair[1].url, tmp_path)
-        agent = replace(
-            config.agent,
-            engine_url=f"http://127.0.0.1:{address.port}",
-            token_file=str(token),
-            stage_path=str(tmp_path / "staged"),
-            keep_s=600.0,
-        )
-        coordinator = replace(config.coordinator, deadline_s=120.0)
-        router = replace(config.router, connections=100)
-        trainer = replace(config.trainer, router_url=agent.engine_url)  # somebody listens there
-        yield Host(replace(config, agent=agent, coordinator=coordinator, router=router, trainer=trainer), *pair)
-
-
-async def look(config: Config, *roles: Role) -> list[Finding]:
-    return (await examine(config, frozenset(roles or ROLES))).findings
-
-
-def said(findings: list[Finding], what: str, level: str = "error") -> bool:
-    """Exactly one finding says so, of that level, and what to do."""
-    (found,) = [finding for finding in findings if what in finding.what]
-    assert found.fix
-    assert found.level == level
-    assert "\n" not in str(found)
-    return True
-
-
-@contextlib.asynccontextmanager
-async def changed(server: RedisServer, **settings: str) -> AsyncIterator[None]:
-    """Other settings of a server, and its own again."""
-    client = RedisClient(server.url, name="test")
-    names = [name.replace("_", "-") for name in settings]
-    try:
-        before = {name: (await client.command("CONFIG", "GET", name)) for name in names}
-        for name, value in zip(names, settings.values(), strict=True):
-            await client.command("CONFIG", "SET", name, value)
-        yield
-        for name, found in before.items():
-            await client.command("CONFIG", "SET", name, found[name] if isinstance(found, dict) else found[1])
-    finally:
-        await client.close()
+from support.doctor import Host, look, said
 
 
 async def test_a_host_that_is_well(well: Host) -> None:
     assert await look(well.config) == [], "\n".join(map(str, await look(well.config)))
-
-
-# the servers
-
-
-@pytest.mark.parametrize(
-    ("which", "settings", "what", "level"),
-    [
-        ("control", {"maxmemory_policy": "allkeys-lru"}, "it evicts what must not be lost", "error"),
-        ("control", {"appendonly": "no"}, "it loses what was decided when it ends", "error"),
-        ("control", {"appendfsync": "everysec"}, "in the last second may be lost", "warning"),
-        ("control", {"maxmemory": "0"}, "its memory is not bounded", "warning"),
-        ("control", {"maxmemory": "1100000"}, "MiB are taken", "error"),
-        ("cache", {"maxmemory_policy": "noeviction"}, "at its bound it refuses bytes and choices", "error"),
-        ("cache", {"maxmemory_policy": "allkeys-lru"}, "it may forget counts that are in use", "warning"),
-        ("cache", {"appendonly": "yes"}, "it writes to disk what may be forgotten", "warning"),
-    ],
-)
-async def test_a_server_is_set_up_wrongly(
-    well: Host, which: str, settings: dict[str, str], what: str, level: str
-) -> None:
-    server = well.control if which == "control" else well.cache
-    async with changed(server, **settings):
-        findings = await look(well.config)
-        assert said(findings, what, level)
-        assert {finding.about for finding in findings} == {f"{which} server"}
-
-
-async def test_a_server_is_away(well: Host) -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        url = f"redis://127.0.0.1:{nobody.getsockname()[1]}/0"
-        redis = replace(well.config.redis, control_url=url)
-        assert said(await look(replace(well.config, redis=redis)), "Redis cannot be reached")
-
-
-async def test_one_server_does_for_both(well: Host) -> None:
-    redis = replace(well.config.redis, cache_url="")
-    assert said(await look(replace(well.config, redis=redis)), "it is the control server", "warning")
-
-
-@pytest.mark.parametrize(
-    ("rules", "what", "level"),
-    [
-        (("-get",), "this user may not read its keys", "error"),
-        (("-hgetall",), "this user may not read records", "error"),
-        (("-xrevrange",), "this user may not follow events", "error"),
-        (("-evalsha", "-eval"), "this user may not run scripts", "error"),
-        (("-time",), "its clock cannot be read", "error"),
-        (("-info",), "it does not say how it is set up", "warning"),
-        (("-config",), "", ""),
-    ],
-)
-async def test_a_user_lacks_a_right(well: Host, rules: tuple[str, ...], what: str, level: str) -> None:
-    client = RedisClient(well.control.url, name="test")
-    try:
-        await client.command("ACL", "SETUSER", "half", "reset", "on", ">secret", "~*", "+@all", *rules)
-        url = well.control.url.replace("redis://", "redis://half:secret@")
-        found = await look(replace(well.config, redis=replace(well.config.redis, control_url=url)))
-        assert said(found, what, level) if what else found == []
-        assert "secret" not in "".join(map(str, found))
-    finally:
-        await client.command("ACL", "DELUSER", "half")
-        await client.close()
-
-
-@pytest.mark.parametrize("off_s", [-90.0, 90.0])
-async def test_a_clock_is_wrong(well: Host, off_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = time.time
-    monkeypatch.setattr(servers.time, "time", lambda: real() + off_s)  # type: ignore[attr-defined]
-    found = [finding for finding in await look(well.config) if "its clock is" in finding.what]
-    assert [finding.about for finding in found] == ["control server", "cache server"]
-    assert ("behind" if off_s > 0 else "ahead of") in found[0].what
-
-
-async def test_a_server_is_far_away(well: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "FAR_S", 0.0)
-    assert said((await look(well.config))[:1], "an answer takes", "warning")
-
-
-def test_a_server_is_too_old_or_has_a_full_disk() -> None:
-    for told, fine in (
-        ({"redis_version": "6.2.14"}, False),
-        ({"redis_version": "7.0.15"}, True),
-        ({"redis_version": "10.1.0"}, True),
-        ({"redis_version": "7.2.4", "valkey_version": "7.2.8"}, False),
-        ({"redis_version": "7.2.4", "valkey_version": "8.0.1"}, True),
-    ):
-        verdict = Verdict()
-        servers._version(verdict, "control server", told)
-        assert verdict.well == fine
-        assert fine or said(verdict.findings, "it is too old")
-
-
-async def test_a_write_to_disk_failed(well: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = servers._told
-
-    async def failed(*arguments: Any) -> dict[str, str]:
-        return {**await told(*arguments), "aof_last_write_status": "err"}
-
-    monkeypatch.setattr(servers, "_told", failed)
-    assert said(await look(well.config), "its last write to disk failed")
-
-
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("redis://far:6379/0", {"without encryption": "warning", "without a password": "error"}),
-        ("redis://u:p@far:6379/0", {"without encryption": "warning"}),
-        ("rediss://u:p@far:6379/0", {}),
-        ("redis://127.0.0.1:6379/0", {}),
-    ],
-)
-async def test_a_server_for_everybody(
-    well: Host, url: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(servers, "RedisClient", lambda _url, **more: RedisClient(well.control.url, **more))
-    verdict = Verdict()
-    await servers._server(verdict, "control server", url, Keys("group"))
-    assert len(verdict.findings) == len(expected)
-    assert all(said(verdict.findings, what, level) for what, level in expected.items())
 
 
 # directories
@@ -513,7 +305,8 @@ def test_every_finding_is_provoked_here() -> None:
     """Of each look's text, some part stands in a test."""
     mine: set[str] = {
         str(node.value)
-        for node in ast.walk(ast.parse(Path(__file__).read_text()))
+        for path in Path(__file__).parent.glob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) > 5
     }
     for path in Path(adaptersync_tools.doctor.__file__).parent.glob("*.py"):

@@ -220,7 +220,21 @@ class Archive:
         with pq.ParquetFile(self.root / path) as file:
             return file.read(columns=columns)
 
-    def checked(self, file: File) -> Any:
+    def tables(
+        self, below: str | tuple[str, ...], columns: Sequence[str] | None = None, *, lenient: bool = False
+    ) -> Iterator[Any]:
+        """All files whose paths begin so, checked; `lenient`: without those that are not what was archived."""
+        for path, file in self.files().items():
+            if path.startswith(below):
+                try:
+                    table = self.checked(file, columns)
+                except StoreError:
+                    if not lenient:
+                        raise
+                    continue
+                yield table
+
+    def checked(self, file: File, columns: Sequence[str] | None = None) -> Any:
         """The same; StoreError where it is not what its link says."""
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -231,7 +245,7 @@ class Archive:
             raise StoreError(f"file of the ledger cannot be read: {error.strerror}", path=file.path) from error
         if hashlib.sha256(content).hexdigest() != file.sha256:
             raise StoreError("file of the ledger is not what was archived", path=file.path)
-        return pq.read_table(pa.BufferReader(content))
+        return pq.read_table(pa.BufferReader(content), columns=columns)
 
     def known(self, first: str, last: str) -> dict[str, list[dict[str, Any]]]:
         """What was archived of entries between these, by entry. Reads the whole chain: for a stream that was set back.

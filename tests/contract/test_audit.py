@@ -209,6 +209,11 @@ async def test_what_failed_was_not_trained_on(config: Config, writer: Writer) ->
     assert found == ["a-1: trained on, and its outcome is upstream_error"]
 
 
+async def test_what_is_no_row_is_told(config: Config, writer: Writer) -> None:
+    entry = await writer.client.command("XADD", writer.keys.rollouts, "*", "row", "{")
+    assert await told(config, writer, row("a-1")) == [f"rollouts: entry {entry} is no row that can be read"]
+
+
 async def test_numbers_that_a_router_gave_and_no_row_has_are_missed(config: Config, writer: Writer) -> None:
     rows = [row(f"aa-{n:x}") for n in (1, 2, 5, 6, 9)]
     assert await told(config, writer, *rows, row("bb-t1"), row("cc-7")) == []  # they may be on their way
@@ -318,6 +323,14 @@ async def test_tampering_is_found(
     assert await run(config, "verify", RUN) != 0
     told = capsys.readouterr()
     assert line in told.out + told.err
+
+
+async def test_what_was_changed_is_not_exported(config: Config, honest: Archive, tmp_path: Path) -> None:
+    row_changed(honest)
+    out = tmp_path / "run.parquet"
+    assert await run(config, "export", RUN, "--out", str(out)) == 74
+    assert await run(config, "show", RUN) == 74
+    assert [path.name for path in tmp_path.glob("*run.parquet*")] == []  # noqa: ASYNC240
 
 
 async def test_a_chain_that_was_cut_is_found_by_a_head_that_was_noted(

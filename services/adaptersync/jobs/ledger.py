@@ -28,8 +28,8 @@ from adaptersync_core.registry import Registry
 from adaptersync_core.store_identity import agree
 
 PAGE = 1000  # entries of one read
-BATCH = 20_000  # entries of one link: some 15 MB
-BATCHES = 200  # of one table in one run of the job; the next one goes on
+BATCH = 10_000  # entries of one link: some 100 MB in memory, a few on the disk
+BATCHES = 400  # of one table in one run of the job; the next one goes on
 TRIM = 10_000  # entries that one call removes, at about a microsecond each
 EVENTS_KEPT = 10_000  # of the newest events, whatever their age: what happened is looked at with redis-cli
 MERGED_ROWS = 200_000  # of one file

@@ -76,9 +76,10 @@ class Evidence:
         return found is not None and found.published is not None and not self.restored
 
 
-def read_evidence(events: Archive, store: ArtifactStore, run: str) -> Evidence:
+def read_evidence(events: Archive, store: ArtifactStore, run: str, *, lenient: bool = False) -> Evidence:
+    """StoreError where a file is not what was archived; `lenient`: it is left out."""
     evidence = Evidence()
-    for line in sorted(_lines(events, run), key=lambda line: place(line["entry"])):
+    for line in sorted(_lines(events, run, lenient=lenient), key=lambda line: place(line["entry"])):
         evidence.known = evidence.known or line["run"] == run
         try:
             event = from_fields(msgspec.json.decode(line["fields"], type=dict[str, str]))
@@ -93,15 +94,10 @@ def read_evidence(events: Archive, store: ArtifactStore, run: str) -> Evidence:
     return evidence
 
 
-def _lines(events: Archive, run: str) -> Iterator[dict[str, Any]]:
+def _lines(events: Archive, run: str, *, lenient: bool) -> Iterator[dict[str, Any]]:
     wanted = (f"run={partition(run)}/", f"run={partition('')}/")
-    for path in events.files():
-        if path.startswith(wanted):
-            try:
-                lines = events.read(path, ["entry", "type", "run", "fields"]).to_pylist()
-            except (OSError, ValueError):  # what is wrong with it is said by whoever looks at the chain
-                continue
-            yield from (line for line in lines if line["run"] == run or line["type"] == "control.restored")
+    for table in events.tables(wanted, ["entry", "type", "run", "fields"], lenient=lenient):
+        yield from (line for line in table.to_pylist() if line["run"] == run or line["type"] == "control.restored")
 
 
 def _take(evidence: Evidence, at: Place, event: Any) -> None:

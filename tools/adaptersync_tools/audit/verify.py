@@ -59,7 +59,6 @@ class Audit:
 
     def contradictions(self) -> Iterator[str]:
         """One line each; NameInvalid when nothing is known of such a run."""
-        evidence = read_evidence(self._archives["events"], self._store, self._run)
         count = 0
         for archive in self._archives.values():
             yield from chain.contradictions(archive, self._noted.get(archive.root.name, {}))
@@ -68,9 +67,11 @@ class Audit:
                 self.counts.links += head.link.number
                 self.counts.heads[archive.root.name] = f"{head.link.number}:{head.sha256}"
             self.counts.files += len(archive.files())
+        evidence = read_evidence(self._archives["events"], self._store, self._run, lenient=True)
         yield from evidence.contradictions
         self.counts.versions = len(evidence.versions)
-        for rollouts in read_rollouts(self._archives["rollouts"], self._archives["fates"], self._run, evidence):
+        rollouts_of = (self._archives["rollouts"], self._archives["fates"], self._run, evidence)
+        for rollouts in read_rollouts(*rollouts_of, lenient=True):  # the chain's contradictions tell of the rest
             for rollout in rollouts:
                 count += 1
                 for what in self._rollout(rollout, evidence):
@@ -147,7 +148,7 @@ class Audit:
         return head is not None and place(head.link.highest)[0] > milliseconds + LATE_S * 1000
 
     def _gaps(self) -> Iterator[str]:
-        """Of all runs: a router numbers its rollouts, whichever run they are of."""
+        """Of all runs: a router numbers its rollouts, whichever run they are of, and garbage is of none."""
         archive = self._archives["rollouts"]
         head = archive.head()
         if head is None:
@@ -155,13 +156,11 @@ class Audit:
         settled = place(head.link.highest)[0] - LATE_S * 1000
         numbers: dict[str, array[int]] = {}
         latest: dict[str, int] = {}
-        for path in archive.files():
-            try:
-                table = archive.read(path, ["entry", "request_id"])
-            except (OSError, ValueError):
-                continue
+        for table in archive.tables("", ["entry", "request_id", "unread"], lenient=True):
             for batch in table.to_batches(max_chunksize=65_536):
-                for entry, name in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+                for entry, name, unread in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+                    if unread is not None:
+                        yield f"rollouts: entry {entry} is no row that can be read"
                     life, number = _number(name)
                     if number:
                         numbers.setdefault(life, array("Q")).append(number)

@@ -19,6 +19,9 @@ model = "/srv/model"
 kind = "simulated"
 arguments = "--latency '{\\"decode_tokens_per_s\\": 20}'"
 drain_s = 10
+host = "0.0.0.0"
+public_host = "127.0.0.1"
+peers = ["10.9.9.1"]
 
 [coordinator]
 lease_s = 1.0
@@ -30,6 +33,7 @@ write_base_model(Path("/srv/model"))
 for number in range(3):
     write_adapter(Path(f"/srv/adapter-{number}"), base="/srv/model", seed=number)
 """
+PEER, STRANGER = "10.9.9.1", "10.9.9.2"
 SERVICES = ("adaptersync-coordinator", "adaptersync-router", "adaptersync-worker")
 AGENTS = ("adaptersync-agent@0", "adaptersync-agent@1")
 REPLICAS = ("adaptersync-replica@0", "adaptersync-replica@1")
@@ -47,6 +51,8 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
         host.run("systemd-tmpfiles", "--create", check=False)  # what is not ours may fail in here
         host.systemctl("daemon-reload")
         host.systemctl("start", "redis-server")
+        for address in (PEER, STRANGER):
+            host.run("ip", "address", "add", f"{address}/32", "dev", "lo")
         units = [f"{name}.service" for name in (*SERVICES, *AGENTS)]
         timers = [f"adaptersync-janitor-{task}.timer" for task in ("verify", "tidy")]
         host.systemctl("enable", *units, *timers)
@@ -103,6 +109,18 @@ def test_each_runs_as_it_should_and_sees_what_it_may(host: Host) -> None:
     assert inside("adaptersync-router", reads).split() == ["adaptersync"]
     environment = host.run("cat", f"/proc/{host.shown('adaptersync-replica@1', 'MainPID')}/environ").stdout.split("\0")
     assert "CUDA_VISIBLE_DEVICES=1" in environment
+
+
+def test_an_engine_hears_its_peers_and_the_loopback_alone(host: Host) -> None:
+    def answered(caller: str, port: int) -> bool:
+        command = ("curl", "-s", "-o", "/dev/null", "--max-time", "2", "--interface", caller)
+        return host.run(*command, f"http://{PEER}:{port}/health", check=False).returncode == 0
+
+    assert answered(PEER, 8000)
+    assert not answered(STRANGER, 8000)
+    assert host.run("curl", "-sf", "http://127.0.0.1:8000/health").returncode == 0
+    host.systemctl("set-property", "--runtime", REPLICAS[0], f"IPAddressAllow={STRANGER}")
+    assert answered(STRANGER, 8000)  # it was the filter and nothing else
 
 
 def test_an_instance_drains_goes_and_comes_back(host: Host) -> None:

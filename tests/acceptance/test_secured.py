@@ -64,9 +64,8 @@ class Fleet:
     def config(self) -> Config:
         return load_config(self.config_path, environment={})
 
-    @property
-    def router_url(self) -> str:
-        url = re.search(r"router +(http://\S+)", self.log.read_text())
+    def url(self, of: str) -> str:
+        url = re.search(rf"{of} +(http://\S+)", self.log.read_text())
         assert url is not None
         return url[1]
 
@@ -81,10 +80,10 @@ class Fleet:
         assert run.returncode == 0, run.stderr + run.stdout
         return orjson.loads(run.stdout)
 
-    def get(self, path: str, key: str, body: object = None, **headers: str) -> tuple[int, bytes]:
+    def get(self, path: str, key: str, body: object = None, *, of: str = "router", **headers: str) -> tuple[int, bytes]:
         shown = {"authorization": key} if key else {}
         request = urllib.request.Request(  # noqa: S310 (our own loopback)
-            self.router_url + path,
+            self.url(of) + path,
             data=None if body is None else orjson.dumps(body),
             headers={"content-type": "application/json", **shown, **headers},
         )
@@ -192,6 +191,15 @@ def test_a_secured_fleet_does_everything_and_tells_no_secret(fleet: Fleet, tmp_p
     undone = fleet.run("rollback", RUN, "--reason", "reward fell")
     assert undone.returncode == 0, undone.stderr
     assert fleet.complete(trainer) == 200
+
+    # the coordinator's page: who looks needs no key, who asks does
+    status, said["page"] = fleet.get("/api/fleet", "", of="page")
+    assert (status, orjson.loads(said["page"])["problems"]) == (200, [])
+    asked = {"kind": "rollback", "run": RUN, "reason": "too late", "current": version}
+    assert fleet.get("/api/requests", "", asked, of="page")[0] == 401
+    assert fleet.get("/api/requests", trainer, asked, of="page")[0] == 403
+    assert fleet.get("/api/requests", admin, asked, of="page")[0] == 202
+    wait_until_sync(lambda: "request.refused" in fleet.run("events").stdout, timeout_s=READY_S, what="an answer")
     assert fleet.refused() == []
 
     # what they may not: each is refused, in one line, and nothing came of it

@@ -12,8 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from adaptersync.coordinator.page.server import Page
 from adaptersync.trainer.relay import relay_app
 from adaptersync_core.config import Config
+from adaptersync_core.keys import Keys
+from adaptersync_core.redis import RedisClient
+from adaptersync_core.registry import Registry
 from adaptersync_tools.cli import adaptersync
 from support import surface
 from support.source import PACKAGES, REPOSITORY, imports, modules, within
@@ -223,7 +227,8 @@ def test_event_types_are_frozen(request: pytest.FixtureRequest) -> None:
 
 def test_http_routes_are_frozen(request: pytest.FixtureRequest) -> None:
     """Each service that listens adds its application here."""
-    routes = surface.http_routes(relay_app(Config()), "relay")
+    page = Page(Config(), Registry(RedisClient("redis://127.0.0.1:1/0", name="nobody"), Keys("nobody")))
+    routes = [*surface.http_routes(relay_app(Config()), "relay"), *surface.http_routes(page.application(), "page")]
     surface.assert_frozen("http_routes", routes, request.config)
 
 

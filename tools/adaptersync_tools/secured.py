@@ -46,6 +46,7 @@ class Secured:
             "redis.user": OPERATOR.user(self._group),
             "redis.password_file": str(self._passwords.path(OPERATOR)),
             "router.keys_file": str(self._directory / "api-keys"),
+            "page.keys_file": str(self._directory / "api-keys"),
             "trainer.router_key_file": str(self.key_file("trainer")),
         }
 

@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
+from msgspec.structs import replace
+
 from adaptersync.coordinator import views
 from adaptersync.coordinator.overview import Overview, overview
 from adaptersync.coordinator.recent import STEP_S, Happened, Recent, order
@@ -80,7 +82,7 @@ class Observer:
         self._max_age_s = max_age_s
         self._sightings = Sightings()
         self._one_at_a_time = asyncio.Lock()
-        self._last: tuple[float, Fleet, views.StatusView] | None = None
+        self._last: tuple[float, Overview] | None = None
 
     async def overview(self, *, since: float = 0.0) -> Overview:
         """The fleet now; ControlError when the control server does not answer."""
@@ -90,9 +92,10 @@ class Observer:
                 fleet, status = await look(self._registry, self._config, self._sightings)
                 self.recent.seen(fleet)
                 await self._look_up()
-                self._last = (now, fleet, status)
-            _, fleet, status = self._last
-        return overview(status, fleet, self.recent, told_by=self._told_by, since=since)
+                # made once for all who ask: of a large fleet it takes as long as a decision
+                self._last = (now, overview(status, fleet, self.recent, told_by=self._told_by))
+            _, seen = self._last
+        return replace(seen, series=self.recent.series(since))
 
     async def begin(self) -> None:
         """Learn what the events stream still tells."""

@@ -71,10 +71,8 @@ class Overview(views.StatusView, frozen=True, kw_only=True):
     series: dict[str, list[float | None]]
 
 
-def overview(
-    status: views.StatusView, fleet: Fleet, recent: Recent, *, told_by: str = "", since: float = 0.0
-) -> Overview:
-    """`since`: points of series that are older are left out."""
+def overview(status: views.StatusView, fleet: Fleet, recent: Recent, *, told_by: str = "") -> Overview:
+    """All of it, with the whole series."""
     table = fleet.table
     order = sorted(table.versions, key=lambda name: (table.versions[name].run, -table.versions[name].seq))
     traffic = added_up(router.report.traffic for router in fleet.routers.values())
@@ -97,7 +95,7 @@ def overview(
         imbalance=imbalance(traffic.at, table.ready()),
         promotions=recent.promotions()[:WAYS],
         events=[line(each) for each in list(recent.events)[-TOLD:]],
-        series=recent.series(since),
+        series=recent.series(),
     )
 
 

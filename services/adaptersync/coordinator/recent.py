@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 from msgspec import Struct
 from msgspec.structs import fields as fields_of
 from msgspec.structs import replace
 
 from adaptersync.coordinator.phases import Span, Told, VersionPhases, version_phases
+from adaptersync_core.errors import NameInvalid
 from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import Fleet, Traffic
@@ -21,6 +23,7 @@ from adaptersync_core.redis import Entry
 EVENTS = 500  # that are shown to who begins to look
 VERSIONS = 24  # of which the way to promotion is kept
 WORDS = 4096  # events of one version: an ack of each of a few thousand replicas
+FIELDS, WORD, TEXT = 32, 64, 2000  # of one event, and characters of a name and of a value: services write far less
 STEP_S = 2.0  # between two points of a series
 POINTS = 900  # of a series: half an hour
 ENDED_WELL = ("ok",)
@@ -124,9 +127,8 @@ class Recent:
         for entry_id, fields in entries:
             if self.events and order(entry_id) <= order(self.events[-1].id):
                 continue
-            each = Happened(
-                id=entry_id, at=order(entry_id)[0] / 1000, type=fields.get("type", "?"), fields=dict(fields)
-            )
+            kept = {name[:WORD]: value[:TEXT] for name, value in islice(fields.items(), FIELDS)}
+            each = Happened(id=entry_id, at=order(entry_id)[0] / 1000, type=kept.get("type", "?"), fields=kept)
             self.events.append(each)
             news.append(each)
             self._of_version(each)
@@ -151,8 +153,7 @@ class Recent:
         found = []
         for name, version in reversed(self._versions.items()):
             if version.way is None:
-                phases = version_phases(name, version.manifest, version.told, {})
-                version.way = None if phases is None else _way(phases, version.told)
+                version.way = _read_way(name, version)
             if version.way is not None:
                 found.append(version.way)
         return found
@@ -263,6 +264,15 @@ def imbalance(at: Mapping[str, int], ready: Sequence[str]) -> float | None:
 
 def _minus(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
     return {name: max(0, count - before.get(name, 0)) for name, count in now.items()}
+
+
+def _read_way(name: str, version: _Version) -> Promotion | None:
+    """None where nothing can be said; who may write events may write nonsense, too, and that ends here."""
+    try:
+        phases = version_phases(name, version.manifest, version.told, {})
+        return None if phases is None else _way(phases, version.told)
+    except (LookupError, ValueError, NameInvalid):
+        return None
 
 
 def _way(phases: VersionPhases, told: Sequence[Told]) -> Promotion:

@@ -112,6 +112,29 @@ async def test_events_come_as_they_happen_and_what_was_missed_first(served: Serv
     await wait_until(lambda: not served.page.streams.listeners, what="the listener has left")
 
 
+async def cut_off(served: Served) -> None:
+    """Every connection but the one that says so; and they come again after a moment."""
+    await served.registry.client.command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
+
+async def test_what_happened_while_the_server_was_away_is_told_once_it_is_back(served: Served) -> None:
+    first = await served.happen("before")
+    await wait_until(lambda: [event.id for event in served.page.observer.recent.events] == [first])
+    async with served.session.get(f"{served.url}/api/events") as answer:
+        await cut_off(served)
+        entries = [await served.happen(f"meanwhile {place}") for place in range(2)]
+        assert [each["id"] for each in await read(answer, 2)] == entries
+
+
+async def test_events_of_a_life_that_redis_lost_are_forgotten(served: Served) -> None:
+    await served.happen("of the former life")
+    await wait_until(lambda: len(served.page.observer.recent.events) == 1)
+    await served.registry.client.command("DEL", served.registry.keys.events)
+    await served.registry.client.command("XADD", served.registry.keys.events, "5-1", "type", "control.restored")
+    await cut_off(served)
+    await wait_until(lambda: [event.id for event in served.page.observer.recent.events] == ["5-1"])
+
+
 async def test_no_more_look_on_than_may_be(serve: Serve) -> None:
     async with serve(clients=1) as served, served.session.get(f"{served.url}/api/events") as answer:
         await answer.content.readline()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from adaptersync.coordinator import recent
+from adaptersync.coordinator.overview import line
 from adaptersync.coordinator.recent import Recent, grown_by, imbalance
 from adaptersync_core.records import Fleet, RouterReport, SeenRouter, Traffic
 from support.tables import make_table, version_name
 
 NOW = 1_700_000_000.0
-V1 = version_name(1)
+V1, V2 = version_name(1), version_name(2)
 URLS = {"replica-0": "http://a", "replica-1": "http://b"}
 
 
@@ -181,3 +183,24 @@ def test_imbalance_counts_idle_replicas_and_no_other() -> None:
 def test_what_should_not_be_is_marked(fields: dict[str, str], bad: bool) -> None:
     (event,) = Recent().happened([("1-0", fields)])
     assert event.bad is bad
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"version": "no adapter id"},
+        {"version": V1, "stored_s": "soon"},
+        {"version": V1, "size": "large"},
+        {"x" * 9999: "y" * 999_999, "version": "z" * 99_999},
+        {str(n): "x" for n in range(9999)},
+    ],
+)
+@pytest.mark.parametrize("kind", ["adapter.published", "replica.acked", "version.promoted", "whatever"])
+def test_nonsense_in_the_stream_is_told_and_stops_nothing(fields: dict[str, str], kind: str) -> None:
+    kept = Recent()
+    (event,) = kept.happened([entry(1, kind, **fields)])
+    assert len(msgspec.json.encode(line(event))) < 50_000
+    assert all(way.version == V1 for way in kept.promotions())
+    kept.happened([entry(2, "adapter.published", version=V2), entry(3, "version.promoted", version=V2)])
+    assert kept.promotions()[0].outcome == "promoted"

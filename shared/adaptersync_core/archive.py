@@ -197,7 +197,8 @@ class Archive:
         first, last = span(paths[0])[0], span(paths[-1])[1]
         target = f"{Path(paths[0]).parent.as_posix()}/{first}_{last}_{len(paths)}.parquet"
         with self._noted(head.link.number + 1, (target,)):
-            file = self._store(target, pa.concat_tables([self.checked(files[path]) for path in paths]))
+            parts = [self.checked(files[path]) for path in paths]
+            file = self._store(target, pa.concat_tables(parts, promote_options="default"))  # columns come with releases
             link = msgspec.structs.replace(
                 head.link,
                 number=head.link.number + 1,

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import pytest
+from msgspec.structs import replace
 
 from adaptersync.jobs import ledger
 from adaptersync.jobs.ledger import drain
 from adaptersync_core.archive import NO_RUN, Archive
+from adaptersync_core.archived import TABLES, Table
 from adaptersync_core.config import Config
 from adaptersync_core.errors import ConfigError, StoreError, StoreGone
 from adaptersync_core.fates import Fates
@@ -248,6 +251,28 @@ async def test_days_that_are_over_become_one_file(config: Config, store: Path, w
     assert (await drain(config)).merged == 9
     assert len(Archive(store, GROUP, "rollouts").files()) == 2
     assert archived(store)[:50] == before
+
+
+async def test_files_of_a_release_before_are_merged_and_known_too(
+    config: Config, store: Path, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = TABLES["rollouts"]
+    before = {name: kind for name, kind in table.columns.items() if name != "prompt"}
+    await old(writer, range(2))
+    with monkeypatch.context() as earlier:
+        earlier.setitem(cast(dict[str, Table], TABLES), "rollouts", replace(table, columns=before))
+        await drain(config)
+    await writer.rows([row("r-2", prompt="5e1f")], entry=f"{1_700_000_000_005}-0")
+    await drain(config)
+    await writer.client.command("HSET", writer.keys.control, "incarnation", "another")
+    await writer.rows([row("new")])
+    assert (await drain(config)).merged == 2
+    assert [(line["request_id"], line["prompt"]) for line in archived(store)] == [
+        ("r-0", None),
+        ("r-1", None),
+        ("r-2", "5e1f"),
+        ("new", ""),
+    ]
 
 
 async def test_what_was_changed_is_not_merged(config: Config, store: Path, writer: Writer, small: None) -> None:

@@ -21,6 +21,7 @@ from adaptersync_core.registry import Registry
 
 WAITING = 65_536  # requests: some 10 MB
 AT_ONCE = 4096  # requests of one write
+REASON = 200  # characters of a reason that are kept
 MENTIONED = 1024  # that one sample tells of beside its own
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Dropped:
         self._waiting: deque[tuple[str, str]] = deque(maxlen=WAITING)
 
     def note(self, requests: Iterable[str], reason: str) -> None:
-        self._waiting.extend((name, reason) for name in requests if name)
+        self._waiting.extend((name, reason[:REASON]) for name in requests if name)
 
     def ride(self, samples: Sequence[Any]) -> Sequence[Any]:
         """With the first of these, whose `model_version` is a `Written`."""

@@ -25,6 +25,17 @@ peers = ["10.9.9.1"]
 
 [coordinator]
 lease_s = 1.0
+metrics_port = 9101
+
+[agent]
+metrics_port = 9200
+
+[jobs]
+metrics_port = 9102
+ledger_s = 1.0
+
+[page]
+port = 8090
 """
 MODEL = """
 from pathlib import Path
@@ -91,6 +102,14 @@ def test_a_version_is_published_proved_served_and_verified_in_the_sandbox(host: 
     )
     for task in ("verify", "tidy"):
         assert host.shown(f"adaptersync-janitor-{task}.timer", "ActiveState") == "active"
+
+
+def test_the_ledger_is_archived_and_figures_are_served_in_the_sandbox(host: Host) -> None:
+    find = ("find", "/var/lib/adaptersync/store", "-name", "*.parquet")
+    wait_until_sync(lambda: host.run(*find).stdout != "", timeout_s=30.0, what="the worker has archived rows")
+    for port in (9101, 9102, 9200, 9201):
+        assert "adaptersync_" in host.run("curl", "-sf", f"http://127.0.0.1:{port}/metrics").stdout, port
+    assert "<html" in host.run("curl", "-sf", "http://127.0.0.1:8090/").stdout
 
 
 def test_each_runs_as_it_should_and_sees_what_it_may(host: Host) -> None:

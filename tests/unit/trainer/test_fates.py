@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import queue
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,8 @@ from adaptersync_core.keys import Keys
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from support.publications import FakePublication, FakePublisher
+from support.rollouts import StubWorker
+from support.trainers import BATCH
 
 
 @pytest.fixture
@@ -118,3 +121,26 @@ def test_what_came_to_nothing_rides_with_one_sample_only() -> None:
         (7, ("a",), (("x", "why"),)),
         (7, ("a",), ()),
     ]
+
+
+@pytest.mark.trl
+@pytest.mark.filterwarnings("default")
+@pytest.mark.timeout(180)
+def test_each_sample_that_training_takes_up_is_told_of_with_its_step(make_trainer: Callable[..., Any]) -> None:
+    publisher, worker = FakePublisher(), StubWorker(BATCH)
+    put, names = worker.rollout_buffer.put, count()
+
+    def tagged(sample: Any) -> None:
+        sample.model_version = written(sample.model_version, [f"r-{next(names)}"])
+        put(sample)
+
+    worker.rollout_buffer.put = tagged  # type: ignore[method-assign, assignment]
+    make_trainer(publisher, rollout_worker=worker, steps=2).train()
+    told = list(publisher.rollouts._waiting)
+    assert [(name, fate, reason) for name, fate, _, reason in told] == [
+        (f"r-{n}", "trained", "") for n in range(len(told))
+    ]
+    steps = [step for _, _, step, _ in told]
+    assert steps == sorted(steps)
+    assert set(steps) <= {0, 1, 2}
+    assert len(told) >= 2 * BATCH

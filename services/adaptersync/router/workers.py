@@ -161,6 +161,7 @@ class _Workers:
         while self._running:
             self._wait()
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # one that waits already would end us with a status of its own
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         if self._failed:
             raise SystemExit(1)

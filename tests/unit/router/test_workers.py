@@ -40,6 +40,13 @@ if "ignore" in sys.argv:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 if "quick" in sys.argv:
     workers.BEAT_S = 0.2
+if "late" in sys.argv:
+    setitimer = signal.setitimer
+    def late(which, seconds, *more):
+        if not seconds:  # the last tick comes when nobody waits for any more
+            os.kill(os.getpid(), signal.SIGALRM)
+        setitimer(which, seconds, *more)
+    signal.setitimer = late
 logging.basicConfig(format="%(message)s")
 workers.run(work, int(sys.argv[1]))
 """
@@ -162,6 +169,14 @@ def test_a_signal_ends_all_in_order(workers: int, how: signal.Signals) -> None:
         it.process.send_signal(how)
         assert {line[1]: int(line[2]) for line in it.rest() if line[0] == "ended"} == pids
         assert it.process.wait(10.0) == 0
+
+
+def test_a_tick_at_the_very_end_changes_no_exit_code() -> None:
+    with running(2, "late") as router:
+        router.began(2)
+        router.process.send_signal(signal.SIGTERM)
+        router.rest()
+        assert router.process.wait(5.0) == 0
 
 
 def test_workers_end_in_order_when_their_parent_is_killed() -> None:

@@ -61,15 +61,6 @@ async def test_a_token_for_everybody(well: Host) -> None:
     assert said(await look(well.config), "everybody on this host may read")
 
 
-async def test_a_secret_for_everybody(well: Host, tmp_path: Path) -> None:
-    (tmp_path / "key").write_text("as-key")
-    config = replace(well.config, trainer=replace(well.config.trainer, router_key_file=str(tmp_path / "key")))
-    for mode, found in ((0o644, True), (0o600, False)):
-        chmod(tmp_path / "key", mode)
-        findings = await look(config)
-        assert bool(findings and said(findings, "the secret of trainer.router_key_file")) is found
-
-
 async def test_what_may_be_written_where(well: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only engines are, the store is read-only; where adapters are published, it is not."""
     assert said(await look(well.config, "agent"), "can be written to, where adapters are only read", "warning")

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from adaptersync_core.api_keys import ApiKeys, parse
+from adaptersync_core.config import Config, TrainerSection
 from adaptersync_tools.cli import main
+from adaptersync_tools.doctor import Verdict, directories
 
 
 def mode(path: Path) -> int:
@@ -98,3 +100,15 @@ def test_keys_are_told_once_and_replaced_by_name(tmp_path: Path, capsys: pytest.
     assert [key.name for key in parse(file.read_text())] == ["two"]
     assert api_key("one", "--revoke") == 64
     assert api_key("three") == 78
+
+
+def test_doctor_finds_a_secret_that_others_may_read(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("as-key")
+    config = Config(trainer=TrainerSection(router_key_file=str(file)))
+    for mode, found in ((0o644, 1), (0o640, 0), (0o600, 0)):
+        file.chmod(mode)
+        verdict = Verdict()
+        directories._secrets(verdict, config)
+        assert len(verdict.findings) == found
+        assert all("trainer.router_key_file" in finding.what for finding in verdict.findings)

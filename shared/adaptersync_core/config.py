@@ -76,6 +76,9 @@ class RedisSection(Section, frozen=True, kw_only=True):
 class StoreSection(Section, frozen=True, kw_only=True):
     path: str = "/var/lib/adaptersync/store"
     """Where trainers publish; replicas mount it, read-only if they can."""
+    keep_last: int = 0
+    """How many versions of a run its trainer leaves in the store, the latest, beside those that the table names; older
+    ones it removes about once a minute. 0: it removes none."""
 
 
 class CoordinatorSection(Section, frozen=True, kw_only=True):

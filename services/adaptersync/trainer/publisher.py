@@ -39,6 +39,7 @@ from adaptersync_core.errors import (
     AdapterInvalid,
     AdapterSyncError,
     ConfigError,
+    ControlError,
     ControlUnavailable,
     Forgotten,
     PublicationFailed,
@@ -54,6 +55,7 @@ from adaptersync_core.proof import Probe
 from adaptersync_core.records import VersionRecord
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
+from adaptersync_core.retention import removable
 from adaptersync_core.store import ArtifactStore
 from adaptersync_core.store_identity import agree
 
@@ -98,6 +100,7 @@ class AdapterPublisher:
         self.current_seq: int | None = None
         self._store = ArtifactStore(Path(config.store.path))
         self._store_id = ""
+        self._keep_last = config.store.keep_last
         self._client = RedisClient(config.redis.control_url, name=f"trainer-{self.run}")
         keys = Keys(config.group.name)
         self._registry = Registry(self._client, keys)
@@ -267,8 +270,13 @@ class AdapterPublisher:
         self._tidied = time.monotonic()
         try:
             self._store.tidy(self.run)
-        except OSError as error:
-            log.warning("leftovers in the store were not removed: %s", error)
+            if self._keep_last:
+                table = self._call(self._registry.table())
+                stored = self._store.versions_of(self.run)
+                for name in removable(stored, table, self.run, keep_last=self._keep_last):
+                    self._store.remove(name)
+        except (OSError, ControlError) as error:
+            log.warning("what nobody needs in the store was not removed: %s", error)
 
     def newest(self) -> Manifest | None:
         """What of the run was announced last, by whomever."""

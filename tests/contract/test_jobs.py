@@ -15,6 +15,7 @@ from rq import Callback, Queue
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
+from adaptersync.jobs import verify as verify_module
 from adaptersync.jobs.app import ListedJob
 from adaptersync.jobs.verify import verify
 from adaptersync.trainer import AdapterPublisher
@@ -22,9 +23,11 @@ from adaptersync_core.config import Config, load_config
 from adaptersync_core.errors import ControlError
 from adaptersync_core.events import VersionVerified, from_fields
 from adaptersync_core.keys import Keys
+from adaptersync_core.manifest import Manifest
 from adaptersync_core.queue import VERIFY, enqueue_verification, queue_name, verification_id
 from adaptersync_core.redis import RedisClient, rq_connection
 from adaptersync_core.registry import Registry
+from adaptersync_core.store import ArtifactStore, verify_files
 from support.adapters import make_adapter
 from support.wait import wait_until_sync
 
@@ -146,6 +149,23 @@ async def test_a_version_that_was_retired_with_its_files_is_not_judged(config: C
     key = Keys(config.group.name).version(version)
     await client.pipeline([("HSET", key, "state", "retired"), ("EXPIRE", key, 1000)])
     await client.close()
+    assert await verify(config, version) is None
+    assert await verdicts(config) == []
+
+
+async def test_a_version_that_is_removed_while_it_is_read_is_not_judged(
+    config: Config, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = RedisClient(config.redis.control_url, name="test")
+    key = Keys(config.group.name).version(version)
+    await client.pipeline([("HSET", key, "state", "superseded"), ("EXPIRE", key, 1000)])
+    await client.close()
+
+    def interrupted(manifest: Manifest, directory: Path) -> None:
+        ArtifactStore(Path(config.store.path)).remove(version)
+        verify_files(manifest, directory)
+
+    monkeypatch.setattr(verify_module, "verify_files", interrupted)
     assert await verify(config, version) is None
     assert await verdicts(config) == []
 

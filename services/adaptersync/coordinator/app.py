@@ -28,7 +28,7 @@ from adaptersync_core.errors import AdapterSyncError, Conflict, ControlError, Fe
 from adaptersync_core.events import VersionPromoted
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
-from adaptersync_core.queue import enqueue_verification
+from adaptersync_core.queue import Verifications
 from adaptersync_core.records import Decision, Fleet, Leadership
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
@@ -71,7 +71,7 @@ async def _coordinate(config: Config) -> None:
                         await asyncio.sleep(config.coordinator.lease_s)  # or each try would be told as an election
                 await bell.wait(config.coordinator.tick_s)
     finally:
-        await coordinator.resign()
+        await coordinator.close()
         await client.close()
 
 
@@ -81,6 +81,7 @@ class Coordinator:
     def __init__(self, config: Config, registry: Registry) -> None:
         self._config = config
         self._registry = registry
+        self._verifications = Verifications(config)
         self._journal = Journal(Path(config.store.path), config.group.name)
         self._store = ArtifactStore(Path(config.store.path))
         self._at_home = False
@@ -118,6 +119,10 @@ class Coordinator:
         if self._lease is not None:
             with contextlib.suppress(ControlError):
                 await self._registry.resign(self._lease)
+
+    async def close(self) -> None:
+        await self.resign()
+        await asyncio.to_thread(self._verifications.close)
 
     async def _lead(self) -> Leadership | None:
         settings, before = self._config.coordinator, self._lease
@@ -213,6 +218,6 @@ class Coordinator:
         for event in decision.events:
             if isinstance(event, VersionPromoted):
                 try:
-                    await asyncio.to_thread(enqueue_verification, self._config, event.version)
+                    await asyncio.to_thread(self._verifications.ask, event.version)
                 except AdapterSyncError as error:
                     log.warning("verification not asked for: %s", error)

@@ -90,7 +90,7 @@ class Look:
         info = await client.command("INFO", "memory")
         used = int(info["used_memory"] if isinstance(info, dict) else re.findall(r"used_memory:(\d+)", info)[0])
         streams = {
-            name: int(await client.command("MEMORY", "USAGE", self._head + name) or 0)
+            name: int(await client.command("MEMORY", "USAGE", self._head + name, "SAMPLES", 0) or 0)
             for name in ("events", "rollouts")
         }
         kinds: Counter[str] = Counter()

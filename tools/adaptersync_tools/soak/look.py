@@ -23,14 +23,16 @@ from adaptersync_tools.up import Stack
 
 CALL_S = 5.0
 PAGE = 1000
+EVENTS, LEDGER = "events", "rollouts"
+APART = (EVENTS, LEDGER, "lane:")  # nothing trims the streams yet; a version's bytes go ten minutes after it came
 _MARKER = ".visible-"
 
 
 class Server(Struct, frozen=True, kw_only=True):
-    """A Redis server: bytes it has in use, those of them that are streams, which nothing trims yet, keys by kind."""
+    """A Redis server: bytes it has in use, those of them that belong to what is looked at apart, keys by kind."""
 
     used: int
-    streams: dict[str, int]
+    apart: dict[str, int]
     keys: dict[str, int]
 
 
@@ -60,6 +62,7 @@ class Look:
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S))
         self._keys = Keys(stack.config.group.name)
         self._head = self._keys.table.removesuffix("table")
+        self._large = tuple(self._head + name for name in APART)
         self._store = ArtifactStore(Path(stack.config.store.path))
         self._servers = {
             "redis-control": RedisClient(stack.config.redis.control_url, name="soak"),
@@ -89,17 +92,17 @@ class Look:
     async def _server(self, client: RedisClient) -> Server:
         info = await client.command("INFO", "memory")
         used = int(info["used_memory"] if isinstance(info, dict) else re.findall(r"used_memory:(\d+)", info)[0])
-        streams = {
-            name: int(await client.command("MEMORY", "USAGE", self._head + name, "SAMPLES", 0) or 0)
-            for name in ("events", "rollouts")
-        }
-        kinds: Counter[str] = Counter()
+        apart, kinds = Counter[str](), Counter[str]()
         cursor = "0"
         while True:
             cursor, names = await client.command("SCAN", cursor, "COUNT", PAGE)
             kinds.update(kind(name, self._head) for name in names)
+            large = [name for name in names if name.startswith(self._large)]
+            sizes = await client.pipeline([("MEMORY", "USAGE", name, "SAMPLES", 0) for name in large])
+            for name, size in zip(large, sizes, strict=True):
+                apart[kind(name, self._head)] += size or 0
             if str(cursor) == "0":
-                return Server(used=used, streams=streams, keys=dict(kinds))
+                return Server(used=used, apart=dict(apart), keys=dict(kinds))
 
     def _disks(self) -> dict[str, Any]:
         root, stages = self._store.root, self._stack.state_dir / "staged"

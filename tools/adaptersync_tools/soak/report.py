@@ -12,7 +12,7 @@ from rich.text import Text
 
 from adaptersync_tools import views
 from adaptersync_tools.output import table
-from adaptersync_tools.soak.look import Sample
+from adaptersync_tools.soak.look import EVENTS, LEDGER, Sample
 from adaptersync_tools.soak.processes import KEEPER
 from adaptersync_tools.soak.restarts import Restart
 from adaptersync_tools.soak.traffic import Failure
@@ -91,12 +91,12 @@ def _row(life: Life, name: str) -> tuple[object, ...]:
 
 
 def lines(report: Report) -> Iterator[str]:
-    streams = report.last.servers[CONTROL].streams
+    streams = {EVENTS: 0, LEDGER: 0} | report.last.servers[CONTROL].apart
     asked = sum(report.asked.values())
     yield (
-        f"streams      nothing trims them: ledger {views.size(streams['rollouts'])}, "
-        f"{streams['rollouts'] // max(asked, 1)} bytes a request; events {views.size(streams['events'])}, "
-        f"{streams['events'] // report.versions} bytes a version"
+        f"streams      nothing trims them: ledger {views.size(streams[LEDGER])}, "
+        f"{streams[LEDGER] // max(asked, 1)} bytes a request; events {views.size(streams[EVENTS])}, "
+        f"{streams[EVENTS] // report.versions} bytes a version"
     )
     yield f"disk         {', '.join(f'{name} {views.size(size)}' for name, size in sorted(report.last.disk.items()))}"
     yield f"asked        {', '.join(f'{count} {kind}' for kind, count in sorted(report.asked.items()))}"

@@ -1,8 +1,8 @@
 """What the samples of a run come to: each promise with its figure and its bound. Pure.
 
-Memory is judged after a warm-up third of a process's life, by how much it grows in a hundred versions. What the control
-server holds of events and ledger is left out, there and in its process: nothing trims those streams yet, so they grow
-by design, and the report says by how much.
+Memory is judged after a warm-up third of a process's life, by how much it grows in a hundred versions. What Redis holds
+of events and ledger is left out, in the servers and in their processes: nothing trims those streams yet, so they grow by
+design, and the report says by how much. So is the lane: its keys are counted, and last for ten minutes.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def lives(samples: Sequence[Sample]) -> list[Life]:
 def _life(samples: Sequence[Sample], key: tuple[str, str, int], pairs: list[tuple[Sample, Process]]) -> Life:
     service, role, pid = key
     points = [
-        (sample.at_s, (process.rss - (_streams(sample) if service == CONTROL and not role else 0)) / MB)
+        (sample.at_s, (process.rss - (_apart(sample, service) if service in sample.servers and not role else 0)) / MB)
         for sample, process in pairs
     ]
     judged = warm(points)
@@ -159,8 +159,8 @@ def _life(samples: Sequence[Sample], key: tuple[str, str, int], pairs: list[tupl
     )
 
 
-def _streams(sample: Sample) -> int:
-    return sum(sample.servers[CONTROL].streams.values())
+def _apart(sample: Sample, server: str) -> int:
+    return sum(sample.servers[server].apart.values())
 
 
 def _per_hundred(
@@ -228,14 +228,13 @@ def _sort(service: str) -> str:
 
 
 def _used(name: str, samples: Sequence[Sample]) -> Verdict:
-    servers = [(sample.at_s, sample.servers[name]) for sample in samples]
-    points = warm([(at_s, (server.used - sum(server.streams.values())) / MB) for at_s, server in servers])
+    points = warm([(sample.at_s, (sample.servers[name].used - _apart(sample, name)) / MB) for sample in samples])
     grows = growth(points)
     grows_100, bound = _per_hundred(samples, points, grows, statistics.median(value for _, value in points))
     return Verdict(
         what=f"memory in use, {name}",
         figure=f"{points[-1][1]:.1f} MB, {grows_100:+.2f} MB in 100 versions",
-        bound=f"{bound:.1f} MB more after a third; without events and ledger",
+        bound=f"{bound:.1f} MB more after a third; without events, ledger, lane",
         holds=grows <= bound,
     )
 

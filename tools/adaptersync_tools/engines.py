@@ -16,7 +16,6 @@ from msgspec import Struct
 
 from adaptersync.engine.door import TOKEN_FILE
 from adaptersync_core.vllm import WORKER_EXTENSION
-from adaptersync_tools.simulator.scheduler import Latency
 from adaptersync_tools.simulator.store import Mount
 from adaptersync_tools.supervisor import Spec, python
 
@@ -129,7 +128,7 @@ def simulator_spec(
     token_file: Path | None,
     mount: Mount | None = None,
     event_ports: EventPorts | None = None,
-    latency: Latency | None = None,
+    options: tuple[str, ...] = (),
 ) -> Spec:
     """The simulator takes the model's sizes from its directory, and a byte for a token.
 
@@ -143,11 +142,11 @@ def simulator_spec(
         arguments += ["--token-file", str(token_file)]
     if event_ports is not None:
         arguments += ["--kv-events-endpoint", event_ports.endpoint, "--kv-replay-endpoint", event_ports.replay_endpoint]
-    if latency is not None:
-        arguments += ["--latency", msgspec.json.encode(latency).decode()]
     if mount is not None:
         arguments += ["--mount", msgspec.json.encode(mount).decode()]
-    return Spec(name=f"engine-{number}", command=python("adaptersync_tools.simulator", *arguments), tier=ENGINE_TIER)
+    return Spec(
+        name=f"engine-{number}", command=python("adaptersync_tools.simulator", *arguments, *options), tier=ENGINE_TIER
+    )
 
 
 def _shared(settings: EngineSettings, port: int) -> list[str]:

@@ -34,7 +34,6 @@ from adaptersync_core.redis import rq_connection, translated
 from adaptersync_tools import explain
 from adaptersync_tools.engines import HOST, EngineSettings, EventPorts, gpu_count, simulator_spec, vllm_spec
 from adaptersync_tools.servers import Role, find_binary, render_config
-from adaptersync_tools.simulator.scheduler import Latency
 from adaptersync_tools.simulator.store import Mount
 from adaptersync_tools.supervisor import Service, Spec, StackFailed, Supervisor, python
 
@@ -63,8 +62,8 @@ class StackSettings(Struct, frozen=True, kw_only=True):
     """Other settings of the services, as "section.key"."""
     mount: Mount | None = None
     """How every agent's mount of the store is to behave; None: it is a directory like another."""
-    latency: Latency | None = None
-    """How long simulated engines take; None: no time."""
+    simulator: tuple[str, ...] = ()
+    """Other options of simulated engines: python -m adaptersync_tools.simulator --help."""
 
 
 class Progress:
@@ -217,7 +216,7 @@ class Stack:
                     port=port,
                     token_file=token_file,
                     event_ports=event_ports[number],
-                    latency=self.settings.latency,
+                    options=self.settings.simulator,
                 )
             else:
                 spec = vllm_spec(

@@ -15,7 +15,6 @@ from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_tools.calm import Calm
 from adaptersync_tools.demo.synthetic import write_base_model
-from adaptersync_tools.simulator.scheduler import Latency
 from adaptersync_tools.soak import verdicts
 from adaptersync_tools.soak.look import Look, Sample
 from adaptersync_tools.soak.report import Report
@@ -44,7 +43,12 @@ SETTINGS: dict[str, Any] = {
     "router.kept_bytes": 1 << 20,
     "store.keep_last": KEEP_LAST,
 }
-LATENCY = Latency(decode_tokens_per_s=150.0)  # so that requests overlap, and can be given up
+SIMULATOR = (
+    "--latency",
+    '{"decode_tokens_per_s": 150}',  # so that requests overlap, and can be given up
+    "--kv-buffer-steps",
+    "1000",
+)
 
 
 def run(*, seed: int, seconds: float, versions: int, directory: Path, progress: Progress | None = None) -> Report:
@@ -54,7 +58,7 @@ def run(*, seed: int, seconds: float, versions: int, directory: Path, progress: 
         state_dir=directory / "fleet",
         replicas=REPLICAS,
         simulated=True,
-        latency=LATENCY,
+        simulator=SIMULATOR,
         routers=ROUTERS,
         engine={"max_loras": SLOTS, "max_cpu_loras": SLOTS},
         overrides=SETTINGS,

@@ -39,6 +39,31 @@ def tiny_model(directory: Path) -> Path:
     return warm_up(directory, settings, threads=1)
 
 
+def roomy_model(directory: Path) -> Path:
+    """One of the demo's kind that knows every token a simulated engine may say."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from adaptersync_tools.demo.tokenizer import build
+    from adaptersync_tools.demo.warmup import Settings
+
+    tokenizer, sizes = build(), Settings()
+    config = Qwen2Config(
+        vocab_size=320,
+        hidden_size=sizes.hidden,
+        intermediate_size=2 * sizes.hidden,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    Qwen2ForCausalLM(config).float().save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the test only."""
     import torch

@@ -250,7 +250,7 @@ def test_locks_hold_what_the_project_requires() -> None:
     extras = project["optional-dependencies"]
     for lock, requirements in (
         ("base", [*project["dependencies"], *extras["embedded"]]),
-        ("cpu", [*extras["trl"], *extras["tokenize"], *extras["cpu"]]),
+        ("cpu", [*extras["trl"], *extras["tokenize"], *extras["cpu"], *extras["plot"]]),
         ("dev", extras["dev"]),
     ):
         for requirement in map(Requirement, requirements):

@@ -73,6 +73,8 @@ class Progress:
 
     def done(self, what: str, seconds: float) -> None: ...
 
+    def detail(self, what: str) -> None: ...
+
 
 class Stack:
     """A running fleet. Entering starts it and waits until it is ready; leaving, however, leaves no process."""

@@ -33,6 +33,7 @@ BLOCKS = 4096  # of one prompt: one script call takes them all, and meanwhile th
 AT_LEAST_ONE = (
     "coordinator.min_ready",
     "router.max_inflight",
+    "relay.max_inflight",
     "router.connections",
     "router.head_bytes",
     "router.body_bytes",
@@ -203,6 +204,10 @@ class RelaySection(Section, frozen=True, kw_only=True):
     """Adapters are taken only from below this directory. Empty: the working directory of the relay."""
     promotion_timeout_s: float = 120.0
     """How long a load call waits for its version to become current."""
+    max_inflight: int = 4096
+    """Requests at the router at once; what is beyond waits here for its turn."""
+    request_timeout_s: float = 630.0
+    """From a request's arrival to the last byte of its answer: longer than the router's, which says why it gives up."""
 
 
 class TrainerSection(Section, frozen=True, kw_only=True):

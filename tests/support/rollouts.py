@@ -118,7 +118,8 @@ class AskingWorker(StubWorker):
 
 def _sample(model_version: int, number: int, group: int) -> Any:
     import numpy as np
-    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+    from adaptersync.trainer.seams import RolloutSample
 
     return RolloutSample(
         prompt=[],

@@ -67,9 +67,9 @@ def roomy_model(directory: Path) -> Path:
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the test only."""
     import torch
-    from trl.experimental.async_grpo import async_grpo_trainer, packing
 
     from adaptersync.trainer.cpu import enable_cpu
+    from adaptersync.trainer.seams import async_grpo_trainer, packing
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(packing, "_flash_attn", packing._flash_attn)
@@ -92,8 +92,8 @@ def trainer(
     """A trainer on a stub worker, ready to train; without `adaptersync_config` it is for a fake publisher."""
     from datasets import Dataset
     from peft import LoraConfig
-    from trl.experimental.async_grpo import AsyncGRPOConfig
 
+    from adaptersync.trainer.seams import AsyncGRPOConfig
     from adaptersync_tools.demo.rewards import exact
     from adaptersync_tools.demo.tokenizer import build
 

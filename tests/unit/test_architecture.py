@@ -21,7 +21,7 @@ from support.source import PACKAGES, REPOSITORY, imports, modules, within
 HEAVY = ("torch", "trl", "peft", "vllm", "transformers")
 
 # The modules that exist to use them; each is imported by nothing but its own command.
-MAY_LOAD_HEAVY = ("adaptersync.trainer.trl",)
+MAY_LOAD_HEAVY = ("adaptersync.trainer.trl", "adaptersync.trainer.seams")
 
 # Modules that may import another's wiring: the command line, which starts services, and the agent on a simulated host.
 COMMAND_LINE = ("adaptersync_tools.cli", "adaptersync_tools.simulator.agent")
@@ -30,7 +30,12 @@ MAX_LINES = 500
 
 # Beside its own, what a service reads of the settings is what the whole group has alike.
 ALIKE = {"group", "redis", "store"}
-SETTINGS = {"agent": {"agent", "proof"}, "coordinator": {"coordinator", "jobs"}, "router": {"router"}}
+SETTINGS = {
+    "agent": {"agent", "proof"},
+    "coordinator": {"coordinator", "jobs"},
+    "router": {"router"},
+    "trainer": {"trainer", "relay"},
+}
 
 
 def objection(importer: str, name: str) -> str | None:
@@ -49,6 +54,8 @@ def objection(importer: str, name: str) -> str | None:
     is_wiring = "app" in name.split(".")[1:] and any(within(name, package) for package in PACKAGES)
     if is_wiring and not any(within(importer, command) for command in COMMAND_LINE):
         return "wiring is imported by the command line only"
+    if within(name, "trl") and importer != "adaptersync.trainer.seams":
+        return "adaptersync.trainer.seams is the only module that knows where TRL keeps its modules"
     if within(name, "redis") and importer != "adaptersync_core.redis":
         return "adaptersync_core.redis is the only module that imports the client"
     return None
@@ -90,6 +97,8 @@ def test_imports_point_downwards() -> None:
         ("adaptersync.agent.engine", "from .app import run"),
         ("adaptersync.agent.engine", "from redis.asyncio import Redis"),
         ("adaptersync_tools.up", "from adaptersync.agent import app"),
+        ("adaptersync.trainer.cpu", "def f():\n    from trl.experimental.async_grpo import packing"),
+        ("adaptersync_tools.demo.train", "def f():\n    import trl"),
     ],
 )
 def test_direction_rule_sees(importer: str, statement: str) -> None:

@@ -50,6 +50,7 @@ from adaptersync_core.telemetry import configure_logging
 ALIASES = 256  # names kept; TRL asks for none older than its staleness window
 TRL_NAME = re.compile(r"trl-policy-v[0-9]+")  # what TRL calls the adapters it has a server load
 BODY_LIMIT = 16 << 20  # bytes of one request
+PUBLISHING = frozenset({"/v1/load_lora_adapter", "/init_weight_transfer_engine"})
 LOOK_S = 0.5  # a table is believed for so long; what was withdrawn since, the router says
 WITHDRAWN = frozenset({409, 410})  # what the router answers then
 PASSED_ON = ("content-type", "retry-after", REQUEST_ID, VERSION, REPLICA, VOIDED)  # of an answer's headers
@@ -87,7 +88,7 @@ def run_relay(config: Config) -> None:
 
 
 async def _serve(config: Config) -> None:
-    runner = web.AppRunner(relay_app(config), access_log=None)
+    runner = relay_runner(config)
     await runner.setup()
     try:
         await web.TCPSite(runner, config.relay.host, config.relay.port).start()
@@ -95,6 +96,11 @@ async def _serve(config: Config) -> None:
         await asyncio.Event().wait()
     finally:
         await runner.cleanup()
+
+
+def relay_runner(config: Config) -> web.AppRunner:
+    """A rollout that TRL gives up, or dies over, is given up here, too, and so down to the engine."""
+    return web.AppRunner(relay_app(config), access_log=None, handler_cancellation=True)
 
 
 def relay_app(config: Config) -> web.Application:
@@ -112,6 +118,8 @@ def relay_app(config: Config) -> web.Application:
             web.post("/resume", relay.nothing),
             web.post("/v1/load_lora_adapter", relay.load),
             web.post("/v1/unload_lora_adapter", relay.nothing),
+            web.get("/get_world_size", relay.world_size),
+            web.post("/init_weight_transfer_engine", relay.no_merged_weights),
             web.post("/v1/completions", relay.generate),
             web.post("/v1/chat/completions", relay.generate),
         ]
@@ -138,8 +146,8 @@ class Relay:
         self._client = RedisClient(self._config.redis.control_url, name=f"relay-{self._config.trainer.run}")
         self._registry = Registry(self._client, Keys(self._config.group.name))
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._config.router.max_inflight),
-            timeout=aiohttp.ClientTimeout(total=self._config.router.request_timeout_s),
+            connector=aiohttp.TCPConnector(limit=self._config.relay.max_inflight),
+            timeout=aiohttp.ClientTimeout(total=self._config.relay.request_timeout_s),
             skip_auto_headers=("Accept-Encoding",),  # what is passed on says nothing of an encoding
         )
         try:
@@ -179,13 +187,25 @@ class Relay:
             "max_loras": min(report.max_loras for report in reports),
         }
         parallel = {"data_parallel_size": 1}  # a load reaches every replica, whatever they are made of
+        model = {"dtype": "unknown"}  # asked for by a TRL that would send whole weights; it hears at its next call
         return web.json_response(
-            {"vllm_config": {"lora_config": lora, "parallel_config": parallel, "model_config": {}}}
+            {"vllm_config": {"lora_config": lora, "parallel_config": parallel, "model_config": model}}
         )
 
     async def nothing(self, request: web.Request) -> web.Response:
         """Pause, resume and unload: the fleet neither pauses for a version nor lets a trainer unload one."""
         return web.json_response({"status": "ok"})
+
+    async def world_size(self, request: web.Request) -> web.Response:
+        """TRL reads no status of this one: the refusal is of the call after it, and that one is shown."""
+        return web.json_response({"world_size": 1})
+
+    async def no_merged_weights(self, request: web.Request) -> web.Response:
+        """TRL merges what it thinks no server can take as an adapter, or what is none, and sends all of the model."""
+        raise AdapterInvalid(
+            "TRL would send merged weights, and only adapters are published here",
+            next_step="train with peft_config=LoraConfig(...) of a kind vLLM serves; TRL's log says what is in the way",
+        )
 
     async def load(self, request: web.Request) -> web.Response:
         """Publish the directory, wait until the fleet serves it, and let TRL's name stand for it."""
@@ -206,16 +226,21 @@ class Relay:
                 path=str(directory),
                 root=str(self._root),
             )
+        # To its end, though nobody may wait for it any more: what is published cannot be called back.
+        alias = await asyncio.shield(self._load(call.lora_name, directory))
+        return web.Response(text=f"Success: LoRA adapter '{call.lora_name}' is {alias.version}.")
+
+    async def _load(self, name: str, directory: Path) -> Alias:
         async with self._loading:  # TRL sends one at a time; a repeat waits for the first
             publisher = self._publisher
-            alias = await self._publish(call.lora_name, directory)
+            alias = await self._publish(name, directory)
             if self._publisher is not publisher:
                 raise PublicationFailed("another trainer has begun since", version=alias.version)
-            self._aliases.pop(call.lora_name, None)
-            self._aliases[call.lora_name] = alias
+            self._aliases.pop(name, None)
+            self._aliases[name] = alias
             while len(self._aliases) > ALIASES:
                 del self._aliases[next(iter(self._aliases))]
-        return web.Response(text=f"Success: LoRA adapter '{call.lora_name}' is {alias.version}.")
+            return alias
 
     async def _publish(self, name: str, directory: Path) -> Alias:
         publisher = self._publisher
@@ -334,12 +359,12 @@ def _digest(directory: Path) -> str:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Our errors in the shape of vLLM's; an adapter that no engine can serve is 501."""
+    """Our errors in the shape of vLLM's; what no engine can serve as an adapter is 501."""
     try:
         response: web.StreamResponse = await handler(request)
         return response
     except AdapterSyncError as error:
-        unservable = isinstance(error, AdapterInvalid) and request.path == "/v1/load_lora_adapter"
+        unservable = isinstance(error, AdapterInvalid) and request.path in PUBLISHING
         status = 501 if unservable else error.http_status
         log.warning("%s %s: %s", request.method, request.path, error)
         body = {"error": {"message": str(error), "type": error.code, "param": None, "code": status}}

@@ -289,16 +289,6 @@ def test_arguments_that_cannot_be_sent_are_named(worker: Any) -> None:
 # --- the trainer ------------------------------------------------------------------------------------------------------
 
 
-def test_another_trl_is_refused_with_what_to_install(trl: ModuleType) -> None:
-    trl.check_seams()
-
-    class AnotherTrainer:
-        _sync_weight = None
-
-    with pytest.raises(ConfigError, match=r"no AnotherTrainer\._sync_weight_lora; .*pip install 'trl>=1\.16,<1\.17'"):
-        trl.check_seams({AnotherTrainer: ("_sync_weight", "_sync_weight_lora")})
-
-
 def test_the_trainers_clock_is_what_was_published_and_the_workers_what_was_promoted(
     make_trainer: Callable[..., Any],
 ) -> None:

@@ -118,7 +118,8 @@ def _trainer(options: argparse.Namespace, on_cpu: bool) -> Any:
     """Ours, or TRL's: with the same arguments, but for what only one of them takes."""
     from datasets import Dataset
     from peft import LoraConfig
-    from trl.experimental.async_grpo import AsyncGRPOConfig
+
+    from adaptersync.trainer.seams import AsyncGRPOConfig, AsyncGRPOTrainer
 
     lesson = LESSONS[options.lesson]
     reward = options.reward or lesson.reward
@@ -158,8 +159,6 @@ def _trainer(options: argparse.Namespace, on_cpu: bool) -> Any:
         "peft_config": LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
     }
     if options.plain:
-        from trl.experimental.async_grpo import AsyncGRPOTrainer
-
         args.vllm_server_base_url = options.plain
         return AsyncGRPOTrainer(**given)
     from adaptersync.trainer.trl import AdapterSyncGRPOTrainer

@@ -203,7 +203,8 @@ class RelaySection(Section, frozen=True, kw_only=True):
     allowed_root: str = ""
     """Adapters are taken only from below this directory. Empty: the working directory of the relay."""
     promotion_timeout_s: float = 120.0
-    """How long a load call waits for its version to become current."""
+    """How long a load call waits for its version to become current, and what else TRL asks only once for a fleet that
+    can answer it."""
     max_inflight: int = 4096
     """Requests at the router at once; what is beyond waits here for its turn."""
     request_timeout_s: float = 630.0

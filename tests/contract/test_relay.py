@@ -35,7 +35,7 @@ from adaptersync_core.table import Table
 from support.artifacts import small_adapter
 from support.scripted import ScriptedReplica
 from support.unclosed import nothing_unclosed
-from support.upstreams import Upstream, upstream
+from support.upstreams import MAX_MODEL_LEN, Upstream, upstream
 from support.wait import wait_until
 
 NAMES = [f"trl-policy-v{step}" for step in range(5)]
@@ -457,3 +457,20 @@ async def test_a_rollout_has_the_relays_own_time(redis_url: str, tmp_path: Path)
         bench.router.gate.clear()
         status, _, text = await bench.post("/v1/completions", {"model": NAMES[1], "prompt": [1, 2]})
         assert (status, b"router does not answer" in text) == (502, True)
+
+
+async def test_what_trl_asks_once_waits_for_a_fleet_that_can_answer(bench: Bench) -> None:
+    """It asked for the fleet's health a moment ago, and would end at the first refusal."""
+    await wait_until(lambda: _reported(bench))
+    bench.router.no_models = 2
+    status, body = await bench.get("/v1/models")
+    assert (status, body["data"][0]["max_model_len"], bench.router.no_models) == (200, MAX_MODEL_LEN, 0)
+
+
+async def test_a_fleet_that_stays_away_is_no_longer_waited_for_at_last(redis_url: str, tmp_path: Path) -> None:
+    async with relayed(redis_url, tmp_path, promotion_timeout_s=0.7) as bench:
+        bench.router.no_models = 100
+        assert (await bench.get("/v1/models"))[0] == 503
+        assert bench.router.no_models < 99
+        await bench.router.stop()
+        assert (await bench.get("/v1/models"))[0] == 502

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
-from types import SimpleNamespace
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import requests
+from aiohttp import ClientSession
+
+from adaptersync.trainer.conversations import Conversation, Conversations, present
 
 SAMPLE = b"x" * 20_000  # two hundred of them are far more than a pipe holds
 
@@ -114,6 +120,28 @@ class AskingWorker(StubWorker):
                 continue
             self.served = answer.headers["x-adaptersync-version"]
             return
+
+
+@contextlib.asynccontextmanager
+async def rollout_loop(trl: ModuleType, url: str, run: str, promoted: int) -> AsyncIterator[Any]:
+    """Our rollout loop as its process would have it, less the tokenizer and the dataset."""
+    loop = trl.RolloutLoop.__new__(trl.RolloutLoop)
+    loop.lora_name = run
+    loop.vllm_server_url = url
+    loop._model_version_value = SimpleNamespace(value=promoted, oldest=0)
+    loop._counters = defaultdict(float)
+    loop._written_by = {}
+    loop._conversations = Conversations(loop._model_version_value, cut_off=True, on_doomed=loop._count_doomed)
+    loop.max_tokens, loop.temperature, loop.top_p, loop.top_k, loop.min_p = 8, 1.0, 1.0, 0, None
+    loop.repetition_penalty, loop.request_timeout = 1.0, 5
+    async with ClientSession() as loop.session:
+        yield loop
+
+
+async def one_turn(loop: Any, asks: int | None = None) -> Any:
+    """Of a conversation that begins now; of one that asks for another version than the one promoted last."""
+    present.set(Conversation(asks=loop.model_version if asks is None else asks))
+    return await loop._generate_one_turn([1, 2, 3])
 
 
 def _sample(model_version: int, number: int, group: int) -> Any:

@@ -13,9 +13,9 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -42,6 +42,7 @@ from adaptersync_core.identity import check_run
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.manifest import FILES, content_digest, hash_file
+from adaptersync_core.records import ReplicaReport
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.table import Table
@@ -53,8 +54,11 @@ BODY_LIMIT = 16 << 20  # bytes of one request
 PUBLISHING = frozenset({"/v1/load_lora_adapter", "/init_weight_transfer_engine"})
 LOOK_S = 0.5  # a table is believed for so long; what was withdrawn since, the router says
 WITHDRAWN = frozenset({409, 410})  # what the router answers then
+PASSING = frozenset(range(500, 600))  # and while there is nobody to ask
+PAUSE_S = 0.5
 PASSED_ON = ("content-type", "retry-after", REQUEST_ID, VERSION, REPLICA, VOIDED)  # of an answer's headers
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -74,8 +78,8 @@ class Alias(Struct, frozen=True, kw_only=True):
     substituted: bool = False
 
 
-class _Withdrawn(Exception):
-    """The router no longer serves what it was asked for; nothing has been passed on."""
+class _NotPassedOn(Exception):
+    """The router's answer was one that TRL is not to see."""
 
 
 def run_relay(config: Config) -> None:
@@ -111,7 +115,7 @@ def relay_app(config: Config) -> web.Application:
     app.add_routes(
         [
             web.get("/health", relay.forward),
-            web.get("/v1/models", relay.forward),
+            web.get("/v1/models", relay.models),
             web.post("/tokenize", relay.forward),
             web.get("/server_info", relay.server_info),
             web.post("/pause", relay.nothing),
@@ -179,9 +183,7 @@ class Relay:
         async with self._beginning:
             if self._publisher is None or self._aliases or self._loading.locked():
                 await self._begin()
-        reports = [seen.report for seen in (await self._registry.fleet()).replicas.values()]
-        if not reports:
-            raise EngineUnavailable("no replica has reported", next_step="start agents, then the trainer")
+        reports = await self._patiently(self._reports)
         lora = {
             "max_lora_rank": min(report.max_lora_rank for report in reports),
             "max_loras": min(report.max_loras for report in reports),
@@ -191,6 +193,30 @@ class Relay:
         return web.json_response(
             {"vllm_config": {"lora_config": lora, "parallel_config": parallel, "model_config": model}}
         )
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """TRL looks here for the length of a context, and ends at any answer but a good one."""
+        return await self._patiently(lambda last: self._forward(request, b"", {}, kept=() if last else PASSING))
+
+    async def _reports(self, last: bool) -> list[ReplicaReport]:
+        reports = [seen.report for seen in (await self._registry.fleet()).replicas.values()]
+        if not reports:
+            raise EngineUnavailable("no replica has reported", next_step="start agents, then the trainer")
+        return reports
+
+    async def _patiently(self, ask: Callable[[bool], Awaitable[T]]) -> T:
+        """What TRL asks once, and without a timeout: a fleet that has just been well may not be for a moment.
+
+        `ask` is told whether it is asked for the last time.
+        """
+        give_up_at = time.monotonic() + self._config.relay.promotion_timeout_s
+        while time.monotonic() < give_up_at:
+            try:
+                return await ask(False)
+            except (_NotPassedOn, EngineUnavailable, ControlUnavailable) as error:
+                log.info("will ask again: %s", error)
+                await asyncio.sleep(PAUSE_S)
+        return await ask(True)
 
     async def nothing(self, request: web.Request) -> web.Response:
         """Pause, resume and unload: the fleet neither pauses for a version nor lets a trainer unload one."""
@@ -293,8 +319,8 @@ class Relay:
             asked["model"] = target = await self._living(version, anew=anew)
             marks = {SUBSTITUTED: name} if target != version or substituted else {}
             try:
-                return await self._forward(request, orjson.dumps(asked), marks, insist=anew)
-            except _Withdrawn:  # since the table was read
+                return await self._forward(request, orjson.dumps(asked), marks, kept=() if anew else WITHDRAWN)
+            except _NotPassedOn:  # withdrawn since the table was read
                 continue
         raise AssertionError("the second answer is passed on, whatever it is")
 
@@ -322,16 +348,16 @@ class Relay:
         return await self._forward(request, await request.read(), {})
 
     async def _forward(
-        self, request: web.Request, body: bytes, headers: dict[str, str], *, insist: bool = True
+        self, request: web.Request, body: bytes, headers: dict[str, str], *, kept: Collection[int] = ()
     ) -> web.StreamResponse:
-        """Pass a request and its answer on; unless `insist`, _Withdrawn when the version was."""
+        """Pass a request and its answer on; _NotPassedOn for one whose status is to be `kept`."""
         url = self._config.relay.router_url.rstrip("/") + request.path
         sent = {"content-type": request.content_type, **headers}
         response: web.StreamResponse | None = None
         try:
             async with self._session.request(request.method, url, data=body or None, headers=sent) as answer:
-                if answer.status in WITHDRAWN and not insist:
-                    raise _Withdrawn
+                if answer.status in kept:
+                    raise _NotPassedOn(f"{request.path}: {answer.status}")
                 passed = {name: answer.headers[name] for name in PASSED_ON if name in answer.headers}
                 response = web.StreamResponse(status=answer.status, headers={**passed, **headers})
                 response.content_length = answer.content_length

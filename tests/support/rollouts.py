@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import time
@@ -14,6 +15,7 @@ import requests
 from aiohttp import ClientSession
 
 from adaptersync.trainer.conversations import Conversation, Conversations, present
+from adaptersync.trainer.leaving import leave_at_once
 
 SAMPLE = b"x" * 20_000  # two hundred of them are far more than a pipe holds
 
@@ -37,6 +39,7 @@ class FillsQueues:
         while not self._stopped:
             self._heartbeat.value = time.time()
             time.sleep(0.01)
+        leave_at_once()
 
 
 class SaysClocks(FillsQueues):
@@ -50,6 +53,18 @@ class SaysClocks(FillsQueues):
         while not self._stopped:
             self._buffer.put((self._told.value, self._told.oldest))
             time.sleep(0.01)
+
+
+def hands_over(queue: Any, samples: int, exit_s: float, fails: bool) -> None:
+    """A process that makes samples; its interpreter takes so long to be taken down."""
+    atexit.register(time.sleep, exit_s)
+    for _ in range(samples):
+        queue.put(SAMPLE)
+    print("worked", end="")
+    if fails:
+        atexit.unregister(time.sleep)
+        raise RuntimeError("no more")
+    leave_at_once()
 
 
 class DiesBeforeItIsReady:

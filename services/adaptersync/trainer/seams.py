@@ -69,6 +69,7 @@ SEAMS: dict[Any, tuple[str, ...]] = {
     _AsyncRolloutLoop: (
         "_request_model",
         "model_version",
+        "run()",
         "_generate_loop(stop_event)",
         "_generate_one(prompt)",
         "_generate_one_turn(prompt_ids)",

@@ -48,6 +48,7 @@ from adaptersync.trainer.answers import Verdict, judge, model_name, pause_s, wri
 from adaptersync.trainer.asking import ask
 from adaptersync.trainer.conversations import Clocks, Conversations, present
 from adaptersync.trainer.figures import Figures, Saving
+from adaptersync.trainer.leaving import leave_at_once
 from adaptersync.trainer.pace import Counts, Pace
 from adaptersync.trainer.publication import Publication
 from adaptersync.trainer.publisher import AdapterPublisher
@@ -98,6 +99,10 @@ class RolloutLoop(_AsyncRolloutLoop):
             cut_off=self.environment_factories is None,  # one is reset where TRL begins a conversation, nowhere else
             on_doomed=self._count_doomed,
         )
+
+    def run(self) -> None:
+        super().run()
+        leave_at_once()
 
     def _count_doomed(self) -> None:
         self._counters[DOOMED] += 1

@@ -131,6 +131,14 @@ def test_modules_are_small() -> None:
     assert not long
 
 
+def test_tests_that_the_readme_names_exist() -> None:
+    tests = REPOSITORY / "tests"
+    named = set(re.findall(r"`(test_\w+)`", (tests / "README.md").read_text()))
+    there = {name for path in tests.rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())}
+    assert named
+    assert named <= there
+
+
 def may_load_heavy(name: str) -> bool:
     return any(within(name, module) for module in MAY_LOAD_HEAVY)
 

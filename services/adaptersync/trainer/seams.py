@@ -100,10 +100,17 @@ def check_seams(seams: dict[Any, tuple[str, ...]] | None = None) -> None:
             if not hasattr(place, name):
                 missing.append(f"{place.__name__}.{name}")
             elif call:
-                taken = inspect.signature(getattr(place, name)).parameters
                 wanted = [parameter for parameter in rest.removesuffix(")").split(", ") if parameter]
-                missing += [f"{place.__name__}.{name}({lacks}=)" for lacks in wanted if lacks not in taken]
+                missing += [f"{place.__name__}.{name}({lacks}=)" for lacks in _lacking(getattr(place, name), wanted)]
         _refuse(missing)
+
+
+def _lacking(call: Any, wanted: list[str]) -> list[str]:
+    """Of a wrapper, which passes on whatever it is given, nothing can be told."""
+    taken = inspect.signature(call).parameters
+    if any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in taken.values()):
+        return []
+    return [name for name in wanted if name not in taken]
 
 
 def check_made(trainer: Any) -> None:

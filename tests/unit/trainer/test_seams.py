@@ -33,6 +33,8 @@ class AnotherTrainer:
 
     def _save_checkpoint(self, model: Any) -> None: ...
 
+    def log(self, *args: Any, **kwargs: Any) -> None: ...
+
 
 @pytest.mark.parametrize(
     ("seam", "said"),
@@ -46,6 +48,10 @@ def test_what_is_missing_is_named(seams: ModuleType, seam: str, said: str) -> No
     with pytest.raises(ConfigError, match=rf"^trl {version} is installed, which has no {said} {INSTALL}") as error:
         seams.check_seams({AnotherTrainer: ("rollout_worker", seam)})
     assert "\n" not in str(error.value)
+
+
+def test_of_a_wrapper_nothing_is_missed(seams: ModuleType) -> None:
+    seams.check_seams({AnotherTrainer: ("log(logs, start_time)",)})
 
 
 @pytest.mark.parametrize("place", ["trl.experimental.async_grpo", "trl.experimental.async_grpo.async_rollout_worker"])

@@ -232,7 +232,7 @@ async def judged(fleet: WholeFleet) -> list[Row]:
 async def test_our_trainer_trains_to_the_end_through_everything(config: Config, tmp_path: Path, base: Path) -> None:
     async with hurried(config, tmp_path, base) as fleet:
         slow(fleet, 0.3)
-        training = asyncio.create_task(trained(fleet, base, fleet.url, steps=24, run="run"))
+        training = asyncio.create_task(trained(fleet, base, fleet.url, steps=16, run="run"))
         try:
             await promotions(fleet, 1)
             await wait_until(lambda: bool(fleet[0].sim.engine.running), timeout_s=30)
@@ -252,7 +252,7 @@ async def test_our_trainer_trains_to_the_end_through_everything(config: Config, 
             training.cancel()
             await asyncio.gather(training, return_exceptions=True)
         assert max(entry["sample/staleness_max"] for entry in steps) <= STALENESS
-        assert steps[-1]["adaptersync/published"] == 25
+        assert steps[-1]["adaptersync/published"] == 17
         assert not any(entry.get("adaptersync/served_mismatch_total") for entry in steps)
         rows = await judged(fleet)
         assert {row.outcome for row in rows} <= {"ok", "client_gone", "refused"}

@@ -270,7 +270,7 @@ def test_every_process_below_a_supervisor_is_measured(tmp_path: Path) -> None:
         found = {process.role: process for process in processes(supervisor.services)}
         assert set(found) == {"keeper", "", "child"}
         assert found["keeper"].pid == supervisor.services["parent"].pid
-        assert all(process.rss > MB for process in found.values())
+        assert min(found["keeper"].rss, found[""].rss) > 4 * MB  # interpreters; what they start may just begin
         assert found[""].threads == 1
         assert 3 <= found[""].files < 20
     assert list(processes(supervisor.services)) == []

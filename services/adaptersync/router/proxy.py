@@ -41,7 +41,6 @@ from adaptersync_core.errors import Unroutable
 from adaptersync_core.ranks import split
 from adaptersync_core.rollouts import LABEL
 
-WHOLE_BYTES = 256 << 10  # answers up to this size, where known, are read before the first byte is passed on
 CLIENT_GONE = 499
 CHAT = "/v1/chat/completions"
 

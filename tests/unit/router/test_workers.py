@@ -40,6 +40,13 @@ if "ignore" in sys.argv:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 if "quick" in sys.argv:
     workers.BEAT_S = 0.2
+if "late" in sys.argv:
+    setitimer = signal.setitimer
+    def last_one(which, seconds, interval=0.0):
+        if not seconds:
+            os.kill(os.getpid(), signal.SIGALRM)
+        setitimer(which, seconds, interval)
+    signal.setitimer = last_one
 logging.basicConfig(format="%(message)s")
 workers.run(work, int(sys.argv[1]))
 """
@@ -193,6 +200,13 @@ def test_workers_that_die_at_once_end_the_router_with_a_reason_and_not_for_ever(
     assert "Traceback" not in said
     assert "on purpose" in said
     assert "ended: exit code 1; that is too often, stopping" in said
+
+
+def test_a_look_that_was_due_at_the_end_does_not_end_it_otherwise() -> None:
+    with running(2, "late") as it:
+        it.began(2)
+        it.process.terminate()
+        assert it.process.wait(20.0) == 0
 
 
 # what they leave for each other

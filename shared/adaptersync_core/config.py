@@ -75,6 +75,9 @@ class RedisSection(Section, frozen=True, kw_only=True):
 class StoreSection(Section, frozen=True, kw_only=True):
     path: str = "/var/lib/adaptersync/store"
     """Where trainers publish; replicas mount it, read-only if they can."""
+    keep_last: int = 0
+    """How many versions of a run its trainer leaves in the store, the latest, beside those that the table names; older
+    ones it removes about once a minute. 0: it removes none."""
 
 
 class CoordinatorSection(Section, frozen=True, kw_only=True):
@@ -270,7 +273,12 @@ class RelaySection(Section, frozen=True, kw_only=True):
     allowed_root: str = ""
     """Adapters are taken only from below this directory. Empty: the working directory of the relay."""
     promotion_timeout_s: float = 120.0
-    """How long a load call waits for its version to become current."""
+    """How long a load call waits for its version to become current, and what else TRL asks only once for a fleet that
+    can answer it."""
+    max_inflight: int = 4096
+    """Requests at the router at once; what is beyond waits here for its turn."""
+    request_timeout_s: float = 630.0
+    """From a request's arrival to the last byte of its answer: longer than the router's, which says why it gives up."""
 
 
 class TrainerSection(Section, frozen=True, kw_only=True):

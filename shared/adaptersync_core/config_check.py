@@ -26,6 +26,7 @@ AT_LEAST_ONE = (
     "coordinator.min_ready",
     "page.clients",
     "router.max_inflight",
+    "relay.max_inflight",
     "router.connections",
     "router.head_bytes",
     "router.body_bytes",

@@ -63,11 +63,7 @@ class Pipe:
             raise self._away(str(error) or "no answer in time") from error
 
     async def call(self, *arguments: Argument) -> Any:
-        line = self._line
-        if line is None or line.broken:
-            self._reconnect()
-            raise self._away("not connected")
-        return await line.send(arguments)
+        return await self._live_line().send(arguments)
 
     def tell(self, *arguments: Argument) -> None:
         """A call that nobody waits for; the first that a server refuses is logged."""
@@ -79,23 +75,22 @@ class Pipe:
 
     async def calls(self, commands: Iterable[Sequence[Argument]]) -> list[Any]:
         """Many calls in one go; each reply, or the ControlError that took its place."""
-        line = self._line
-        if line is None or line.broken:
-            self._reconnect()
-            raise self._away("not connected")
-        return await line.send_all(commands)
+        return await self._live_line().send_all(commands)
 
     async def script(self, call: ScriptCall) -> Any:
-        line = self._line
-        if line is None or line.broken:
-            self._reconnect()
-            raise self._away("not connected")
         try:
-            return await line.send_packed(call.packed)
+            return await self._live_line().send_packed(call.packed)
         except ControlError as error:
             if "NOSCRIPT" not in error.reason:
                 raise
         return await self.call("EVAL", call.script.source, *call.arguments)
+
+    def _live_line(self) -> _Line:
+        line = self._line
+        if line is None or line.broken:
+            self._reconnect()
+            raise self._away("not connected")
+        return line
 
     def _unheeded(self, future: asyncio.Future[Any]) -> None:
         error = None if future.cancelled() else future.exception()

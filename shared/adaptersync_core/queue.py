@@ -37,33 +37,42 @@ def drain_id(group: str) -> str:
     return f"ledger-{group}".replace(".", "D")
 
 
-def enqueue_verification(config: Config, adapter_id: str) -> str:
-    """Ask for a deep verification of a stored version; returns the job's id. Blocking: call it in a thread."""
-    return _enqueue(config, verification_id(config.group.name, adapter_id), VERIFY, adapter_id)
+class Jobs:
+    """Asks for jobs; each returns the job's id. Blocking: call it in a thread.
 
+    All of them go over one client: rq remembers each that a job was asked for with, for as long as the process lives.
+    """
 
-def enqueue_drain(config: Config) -> str:
-    """Ask for the ledger to be archived; returns the job's id. Blocking, too."""
-    return _enqueue(config, drain_id(config.group.name), DRAIN)
+    def __init__(self, config: Config) -> None:
+        self._group = config.group.name
+        self._url = config.redis.control_url
+        self._connection = rq_connection(self._url)
+        self._queue = Queue(queue_name(self._group), connection=self._connection, serializer=JSONSerializer)
 
+    def close(self) -> None:
+        self._connection.close()
 
-def _enqueue(config: Config, job_id: str, function: str, *arguments: str) -> str:
-    with (
-        translated(config.redis.control_url),
-        contextlib.closing(rq_connection(config.redis.control_url)) as connection,
-    ):
-        earlier = Job.fetch_many([job_id], connection=connection, serializer=JSONSerializer)[0]
-        if earlier is not None and earlier.get_status() not in UNDER_WAY:
-            earlier.delete()
-        queue = Queue(queue_name(config.group.name), connection=connection, serializer=JSONSerializer)
-        with contextlib.suppress(DuplicateJobError):  # asked for already
-            queue.enqueue(
-                function,
-                *arguments,
-                job_id=job_id,
-                unique=True,
-                job_timeout=JOB_TIMEOUT_S,
-                result_ttl=RESULT_TTL_S,
-                failure_ttl=FAILURE_TTL_S,
-            )
-    return job_id
+    def verify(self, adapter_id: str) -> str:
+        """Read a stored version again, all of it."""
+        return self._ask(verification_id(self._group, adapter_id), VERIFY, adapter_id)
+
+    def drain(self) -> str:
+        """Archive the ledger."""
+        return self._ask(drain_id(self._group), DRAIN)
+
+    def _ask(self, job_id: str, function: str, *arguments: str) -> str:
+        with translated(self._url):
+            earlier = Job.fetch_many([job_id], connection=self._connection, serializer=JSONSerializer)[0]
+            if earlier is not None and earlier.get_status() not in UNDER_WAY:
+                earlier.delete()
+            with contextlib.suppress(DuplicateJobError):  # asked for already
+                self._queue.enqueue(
+                    function,
+                    *arguments,
+                    job_id=job_id,
+                    unique=True,
+                    job_timeout=JOB_TIMEOUT_S,
+                    result_ttl=RESULT_TTL_S,
+                    failure_ttl=FAILURE_TTL_S,
+                )
+        return job_id

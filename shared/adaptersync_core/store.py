@@ -27,6 +27,7 @@ from adaptersync_core.manifest import CHUNK, MANIFEST_FILE, MANIFEST_LIMIT, File
 FILE_MODE = 0o644  # readable by the serving side whatever user it runs as; safetensors writes 0600
 DIRECTORY_MODE = 0o755
 STAGING_S = 86400.0  # a publication that began so long ago is not on its way any more
+_STAGING, _REMOVED = ".staging-", ".removed-"  # hidden beside the versions
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class ArtifactStore:
         place = self.directory(manifest.adapter_id)
         if place.exists():
             return self._same(manifest, place)
-        staging = place.parent / f".staging-{manifest.adapter_id}-{secrets.token_hex(4)}"
+        staging = place.parent / f"{_STAGING}{manifest.adapter_id}-{secrets.token_hex(4)}"
         try:
             for directory in (self.root, place.parent, staging):
                 make_directory(directory)
@@ -102,14 +103,22 @@ class ArtifactStore:
         return False
 
     def tidy(self, run: str) -> None:
-        """Remove what nobody needs any more: old markers, and what a publisher of the run left when it was killed."""
+        """Remove what nobody needs any more: old markers, and what somebody left who was killed in the midst of it."""
         now = markers.tidy(self.root)
         with os.scandir(self.root / run) as entries:
             for entry in entries:
-                if entry.name.startswith(".staging-"):
+                if entry.name.startswith((_STAGING, _REMOVED)):
                     with contextlib.suppress(FileNotFoundError):
                         if now - entry.stat().st_mtime > STAGING_S:
                             shutil.rmtree(entry.path, ignore_errors=True)
+
+    def remove(self, adapter_id: str) -> None:
+        """Take a version out of the store, all or nothing. A repeat is a no-op."""
+        place = self.directory(adapter_id)
+        removed = place.parent / f"{_REMOVED}{adapter_id}-{secrets.token_hex(4)}"
+        with contextlib.suppress(FileNotFoundError):
+            place.rename(removed)
+            shutil.rmtree(removed)
 
     def _same(self, manifest: Manifest, place: Path) -> Path:
         if self.read_manifest(manifest.adapter_id).files != manifest.files:
@@ -137,6 +146,10 @@ class ArtifactStore:
         for file in manifest.files:
             source = self.directory(manifest.adapter_id) / file.name
             copy_verified(self._reader, source, target / file.name, file, manifest.adapter_id, durably=False)
+
+    def versions_of(self, run: str) -> list[str]:
+        """Adapter ids of a run's versions, by sequence number."""
+        return _versions_in(self.root / run)
 
     def versions(self) -> Iterator[str]:
         """Adapter ids of all versions in the store, by run and sequence number."""

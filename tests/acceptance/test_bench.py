@@ -6,17 +6,22 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from adaptersync_core.events import PHASES
-from adaptersync_tools.bench import decision, engine, promotion
+from adaptersync_tools.bench import decision, engine, promotion, training
 from adaptersync_tools.bench.result import Figure, Result
+from adaptersync_tools.demo.lessons import CARRY
 from adaptersync_tools.demo.synthetic import SMALL
-from adaptersync_tools.up import Progress
+from adaptersync_tools.engines import EngineSettings, simulator_spec
+from adaptersync_tools.supervisor import Spec
+from adaptersync_tools.up import Progress, StackSettings
 from support.processes import family
 from support.tiny_model import build_tiny_model
+from support.trainers import roomy_model
 from support.wait import wait_until_sync
 
 pytestmark = pytest.mark.timeout(150)
@@ -93,3 +98,34 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
     finally:
         bench.kill()
         bench.wait()
+
+
+@pytest.mark.trl
+@pytest.mark.timeout(500)
+def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both trainers as they are, on engines that are simulated: what is learnt is not judged, that both train is.
+
+    On real engines ours is what the quickstart's test runs; both are what the command is for.
+    """
+    monkeypatch.setattr(training, "plain_spec", simulated_spec)
+    monkeypatch.setattr(training, "StackSettings", partial(StackSettings, simulated=True))
+    monkeypatch.setattr(training, "pauses_in_logs", lambda _: 0)  # only vLLM's logs tell
+    settings = training.Settings(steps=2, repeats=1)
+    result = training.run(settings, roomy_model(tmp_path / "model"), tmp_path / "bench", Progress())
+    theirs, ours = result.runs
+    assert [(each.way, [step["step"] for step in each.steps]) for each in (theirs, ours)] == [
+        ("TRL", [1, 2]),
+        ("adaptersync", [1, 2]),
+    ]
+    assert all(step["sync_s"] > step["save_s"] + step["pause_s"] > step["save_s"] for step in theirs.steps)
+    assert "promotion_wait_s" not in theirs.steps[0]
+    assert ours.steps[-1]["promoted"]
+    assert ours.answers is not None
+    assert ours.answers >= 2 * CARRY.samples
+    assert (ours.astray, ours.substituted, theirs.astray) == (0, 0, None)
+    assert figure(result, "step, TRL").max_s > 0
+    assert family(tmp_path) == []
+
+
+def simulated_spec(settings: EngineSettings, *, port: int, gpus: int) -> Spec:
+    return simulator_spec(settings, number=gpus, port=port, token_file=None)

@@ -32,3 +32,7 @@ def test_trl_and_vllm_train_through_the_fleet(tmp_path: Path) -> None:
     # vLLM's own word: nothing cached is shared between versions, and it is within one
     assert found["prefix_cache"]["across_tokens"] == 0
     assert found["prefix_cache"]["within_tokens"] > 0
+    # what was learnt is measured before and after, and drawn
+    assert [(each["model"], each["problems"]) for each in found["held_out"]] == [("base", 500), ("quickstart", 500)]
+    assert "● right answers" in run.stdout
+    assert (tmp_path / "latest" / "curve.png").read_bytes().startswith(b"\x89PNG")

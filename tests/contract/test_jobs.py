@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rq.scripts
 from rq import Callback, Queue
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
+from adaptersync.jobs import verify as verify_module
 from adaptersync.jobs.app import ListedJob
 from adaptersync.jobs.verify import verify
 from adaptersync.trainer import AdapterPublisher
@@ -23,9 +26,11 @@ from adaptersync_core.config import Config, load_config
 from adaptersync_core.errors import ControlError
 from adaptersync_core.events import VersionVerified, from_fields
 from adaptersync_core.keys import Keys
-from adaptersync_core.queue import VERIFY, enqueue_verification, queue_name, verification_id
+from adaptersync_core.manifest import Manifest
+from adaptersync_core.queue import VERIFY, Jobs, queue_name, verification_id
 from adaptersync_core.redis import RedisClient, rq_connection
 from adaptersync_core.registry import Registry
+from adaptersync_core.store import ArtifactStore, verify_files
 from support.adapters import make_adapter
 from support.wait import wait_until_sync
 
@@ -151,6 +156,23 @@ async def test_a_version_that_was_retired_with_its_files_is_not_judged(config: C
     assert await verdicts(config) == []
 
 
+async def test_a_version_that_is_removed_while_it_is_read_is_not_judged(
+    config: Config, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = RedisClient(config.redis.control_url, name="test")
+    key = Keys(config.group.name).version(version)
+    await client.pipeline([("HSET", key, "state", "superseded"), ("EXPIRE", key, 1000)])
+    await client.close()
+
+    def interrupted(manifest: Manifest, directory: Path) -> None:
+        ArtifactStore(Path(config.store.path)).remove(version)
+        verify_files(manifest, directory)
+
+    monkeypatch.setattr(verify_module, "verify_files", interrupted)
+    assert await verify(config, version) is None
+    assert await verdicts(config) == []
+
+
 async def test_what_was_never_announced_is_an_error(config: Config) -> None:
     with pytest.raises(ControlError, match="never announced"):
         await verify(config, "a.run-v9-0123456789ab")
@@ -170,6 +192,11 @@ def run_worker(config: Config, *, log: Path, **settings: str) -> subprocess.Pope
         )
 
 
+def ask(config: Config, version: str) -> str:
+    with contextlib.closing(Jobs(config)) as jobs:
+        return jobs.verify(version)
+
+
 def fetch(connection: Any, job_id: str) -> Job | None:
     return Job.fetch_many([job_id], connection=connection, serializer=JSONSerializer)[0]
 
@@ -178,7 +205,7 @@ def fetch(connection: Any, job_id: str) -> Job | None:
 def test_a_worker_does_the_job_and_can_be_asked_again(config: Config, version: str, tmp_path: Path) -> None:
     job_id = verification_id(config.group.name, version)
     with rq_connection(config.redis.control_url) as connection:
-        assert enqueue_verification(config, version) == enqueue_verification(config, version) == job_id
+        assert ask(config, version) == ask(config, version) == job_id
         assert connection.lrange(f"rq:queue:{queue_name(config.group.name)}", 0, -1) == [job_id.encode()]
         worker = run_worker(config, log=tmp_path / "worker.log")
         try:
@@ -187,7 +214,7 @@ def test_a_worker_does_the_job_and_can_be_asked_again(config: Config, version: s
             assert job is not None
             assert job.return_value() == "ok"
             corrupt(weights(config, version))
-            enqueue_verification(config, version)
+            ask(config, version)
             wait_until_sync(
                 lambda: (again := fetch(connection, job_id)) and "wrong bytes" in str(again.return_value()),
                 timeout_s=30,
@@ -198,11 +225,22 @@ def test_a_worker_does_the_job_and_can_be_asked_again(config: Config, version: s
 
 
 @pytest.mark.foreign_keys("rq keeps its own")
+def test_nothing_is_kept_of_those_that_were_asked_for(config: Config, version: str) -> None:
+    """rq remembers clients: one for each question is 60 kB a version in a coordinator that lives for weeks."""
+    before = len(rq.scripts._registered_scripts)
+    with contextlib.closing(Jobs(config)) as jobs:
+        for _ in range(5):
+            jobs.verify(version)
+            jobs.drain()
+    assert len(rq.scripts._registered_scripts) <= before + 1
+
+
+@pytest.mark.foreign_keys("rq keeps its own")
 def test_a_worker_runs_its_own_jobs_and_no_other_function(config: Config, version: str, tmp_path: Path) -> None:
     with rq_connection(config.redis.control_url) as connection:
         queue = Queue(queue_name(config.group.name), connection=connection, serializer=JSONSerializer)
         foreign = queue.enqueue("os.mkdir", str(tmp_path / "made"), job_id="foreign")
-        ours = enqueue_verification(config, version)
+        ours = ask(config, version)
         worker = run_worker(config, log=tmp_path / "worker.log")
         try:
             wait_until_sync(lambda: (job := fetch(connection, ours)) and job.is_finished, timeout_s=30)
@@ -228,7 +266,7 @@ def test_callbacks_of_a_job_are_not_called(config: Config) -> None:
 
 @pytest.mark.foreign_keys("rq keeps its own")
 def test_jobs_are_json_and_not_pickle(config: Config, version: str) -> None:
-    job_id = enqueue_verification(config, version)
+    job_id = ask(config, version)
     with rq_connection(config.redis.control_url) as connection:
         stored: dict[bytes, bytes] = connection.hgetall(f"rq:job:{job_id}")
     job = _fetch_raw(stored[b"data"])

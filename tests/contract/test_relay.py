@@ -15,7 +15,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from adaptersync.coordinator.app import _coordinate
-from adaptersync.trainer.relay import relay_app
+from adaptersync.trainer.relay import relay_runner
 from adaptersync_core.config import (
     Config,
     CoordinatorSection,
@@ -35,7 +35,7 @@ from adaptersync_core.table import Table
 from support.artifacts import small_adapter
 from support.scripted import ScriptedReplica
 from support.unclosed import nothing_unclosed
-from support.upstreams import Upstream, upstream
+from support.upstreams import MAX_MODEL_LEN, Upstream, upstream
 from support.wait import wait_until
 
 NAMES = [f"trl-policy-v{step}" for step in range(5)]
@@ -110,7 +110,7 @@ def config_of(redis_url: str, router_url: str, directory: Path) -> Config:
 
 
 @asynccontextmanager
-async def relayed(redis_url: str, directory: Path, *, key_file: str = "", **relay: float) -> AsyncIterator[Bench]:
+async def relayed(redis_url: str, directory: Path, *, key_file: str = "", **relay: Any) -> AsyncIterator[Bench]:
     """`relay` are settings of the relay."""
     async with upstream("router") as router, AsyncExitStack() as stack:
         config = config_of(redis_url, router.url, directory)
@@ -123,7 +123,7 @@ async def relayed(redis_url: str, directory: Path, *, key_file: str = "", **rela
         stack.push_async_callback(
             _ended, *(asyncio.create_task(work) for work in (replica.live(), _coordinate(config)))
         )
-        runner = web.AppRunner(relay_app(config), access_log=None)
+        runner = relay_runner(config)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -221,7 +221,7 @@ async def test_a_relay_that_cannot_begin_leaves_nothing_open(
 
     monkeypatch.setattr("adaptersync.trainer.relay.AdapterPublisher", away)
     with nothing_unclosed(), pytest.raises(ControlUnavailable):
-        await web.AppRunner(relay_app(config_of(redis_url, "http://127.0.0.1:1", tmp_path))).setup()
+        await relay_runner(config_of(redis_url, "http://127.0.0.1:1", tmp_path)).setup()
 
 
 async def test_a_trainer_that_starts_again_does_not_wait_for_the_load_of_the_one_before(
@@ -410,3 +410,79 @@ async def test_what_the_router_refuses_twice_is_passed_on(bench: Bench) -> None:
     bench.router.fail = [410, 410, 410]
     status, _, _ = await bench.post("/v1/completions", {"model": NAMES[1], "prompt": [1, 2]})
     assert (status, len(bench.router.seen)) == (410, 2)
+
+
+async def test_a_trl_that_would_send_whole_weights_hears_why_it_cannot(bench: Bench) -> None:
+    """As it does for DoRA. Up to here it reads no status, and dies of a field that is not there."""
+    await wait_until(lambda: _reported(bench))
+    _, info = await bench.get("/server_info")
+    assert info["vllm_config"]["model_config"]["dtype"]
+    assert await bench.get("/get_world_size") == (200, {"world_size": 1})
+    status, _, text = await bench.post("/init_weight_transfer_engine", {"init_info": {}})
+    assert status == 501
+    assert b"only adapters are published here" in text
+
+
+async def test_a_rollout_that_is_given_up_is_given_up_at_the_router(bench: Bench) -> None:
+    await bench.load(1)
+    bench.router.gate.clear()
+    asking = asyncio.create_task(bench.asked(NAMES[1]))
+    await wait_until(lambda: bench.router.in_flight == 1)
+    asking.cancel()
+    try:
+        await wait_until(lambda: bench.router.aborted == 1)
+        assert bench.router.in_flight == 0
+    finally:
+        bench.router.gate.set()
+
+
+async def test_a_load_that_nobody_waits_for_any_more_comes_to_its_end(redis_url: str, tmp_path: Path) -> None:
+    async with relayed(redis_url, tmp_path, promotion_timeout_s=60.0) as bench:
+        await bench.load(1)
+        bench.replica.answers.clear()
+        directory = bench.adapter(2)
+        loading = asyncio.create_task(bench.load(2, directory))
+        await wait_until(lambda: _waits(bench))
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        bench.replica.answers.set()
+        await wait_until(lambda: _current(bench, 2))
+        status, text = await bench.load(2, directory)  # it is known, and not published once more
+        assert (status, "is run-v2-" in text) == (200, True)
+        assert len(await bench.registry.published("run")) == 2
+
+
+async def test_no_more_rollouts_than_its_own_limit_are_at_the_router(redis_url: str, tmp_path: Path) -> None:
+    async with relayed(redis_url, tmp_path, max_inflight=2) as bench:
+        await bench.load(1)
+        bench.router.gate.clear()
+        asking = [asyncio.create_task(bench.asked(NAMES[1])) for _ in range(5)]
+        await wait_until(lambda: bench.router.in_flight == 2)
+        bench.router.gate.set()
+        await asyncio.gather(*asking)
+        assert bench.router.largest == 2
+
+
+async def test_a_rollout_has_the_relays_own_time(redis_url: str, tmp_path: Path) -> None:
+    async with relayed(redis_url, tmp_path, request_timeout_s=0.5) as bench:
+        await bench.load(1)
+        bench.router.gate.clear()
+        status, _, text = await bench.post("/v1/completions", {"model": NAMES[1], "prompt": [1, 2]})
+        assert (status, b"router does not answer" in text) == (502, True)
+
+
+async def test_what_trl_asks_once_waits_for_a_fleet_that_can_answer(bench: Bench) -> None:
+    """It asked for the fleet's health a moment ago, and would end at the first refusal."""
+    await wait_until(lambda: _reported(bench))
+    bench.router.no_models = 2
+    status, body = await bench.get("/v1/models")
+    assert (status, body["data"][0]["max_model_len"], bench.router.no_models) == (200, MAX_MODEL_LEN, 0)
+
+
+async def test_a_fleet_that_stays_away_is_no_longer_waited_for_at_last(redis_url: str, tmp_path: Path) -> None:
+    async with relayed(redis_url, tmp_path, promotion_timeout_s=0.7) as bench:
+        bench.router.no_models = 100
+        assert (await bench.get("/v1/models"))[0] == 503
+        assert bench.router.no_models < 99
+        await bench.router.stop()
+        assert (await bench.get("/v1/models"))[0] == 502

@@ -296,7 +296,11 @@ async def test_s16_a_failed_save_is_an_error_and_no_version(
     assert [path.name for path in (fleet.directory / "store" / "run").iterdir()] == [old]
     assert await fleet.events() == told
     name = await fleet.promoted(trainer)  # and the next one goes through
-    assert (await fleet.complete("run")).headers["x-adaptersync-version"] == name
+
+    async def served() -> bool:
+        return (await fleet.complete("run")).headers["x-adaptersync-version"] == name
+
+    await wait_until(served)  # the router hears of it a moment later
 
 
 async def test_s16_a_coordinator_whose_journal_could_not_be_written_goes_on_by_itself(

@@ -23,7 +23,7 @@ from adaptersync.jobs.ledger import drain
 from adaptersync_core.access import Instance, rules
 from adaptersync_core.config import Config, TelemetrySection
 from adaptersync_core.figures import text
-from adaptersync_core.queue import enqueue_verification
+from adaptersync_core.queue import Jobs
 from adaptersync_core.redis import rq_connection
 from adaptersync_tools.observing.alerts import ALERTS
 from adaptersync_tools.observing.dashboard import queries
@@ -313,7 +313,8 @@ def test_jobs_fail(config: Config, tmp_path: Path) -> None:
             told = {name for name in before if name.startswith("adaptersync_")}
             assert told == {metric("worker", figure) for figure in TABLES["worker"]}
             assert not promql.value(EXPRESSIONS["AdapterSyncJobsFail"], before, before)
-            enqueue_verification(config, "nobody-v1-0123456789ab")
+            with contextlib.closing(Jobs(config)) as jobs:
+                jobs.verify("nobody-v1-0123456789ab")
             fires = EXPRESSIONS["AdapterSyncJobsFail"]
             wait_until_sync(lambda: promql.value(fires, before, promql.scrape(url)), timeout_s=30)
         finally:

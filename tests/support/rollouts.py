@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import queue
 import time
-from types import SimpleNamespace
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import requests
+from aiohttp import ClientSession
+
+from adaptersync.trainer.conversations import Conversation, Conversations, present
+from adaptersync.trainer.fates import Dropped
+from adaptersync.trainer.leaving import leave_at_once
 
 SAMPLE = b"x" * 20_000  # two hundred of them are far more than a pipe holds
 
@@ -31,6 +40,7 @@ class FillsQueues:
         while not self._stopped:
             self._heartbeat.value = time.time()
             time.sleep(0.01)
+        leave_at_once()
 
 
 class SaysClocks(FillsQueues):
@@ -44,6 +54,18 @@ class SaysClocks(FillsQueues):
         while not self._stopped:
             self._buffer.put((self._told.value, self._told.oldest))
             time.sleep(0.01)
+
+
+def hands_over(queue: Any, samples: int, exit_s: float, fails: bool) -> None:
+    """A process that makes samples; its interpreter takes so long to be taken down."""
+    atexit.register(time.sleep, exit_s)
+    for _ in range(samples):
+        queue.put(SAMPLE)
+    print("worked", end="")
+    if fails:
+        atexit.unregister(time.sleep)
+        raise RuntimeError("no more")
+    leave_at_once()
 
 
 class DiesBeforeItIsReady:
@@ -116,9 +138,36 @@ class AskingWorker(StubWorker):
             return
 
 
+@contextlib.asynccontextmanager
+async def rollout_loop(
+    trl: ModuleType, url: str, run: str, promoted: int, shown: dict[str, str] | None = None
+) -> AsyncIterator[Any]:
+    """Our rollout loop as its process would have it, less the tokenizer and the dataset. `shown` are its headers."""
+    loop = trl.RolloutLoop.__new__(trl.RolloutLoop)
+    loop.lora_name = run
+    loop.vllm_server_url = url
+    loop._model_version_value = SimpleNamespace(value=promoted, oldest=0)
+    loop._counters = defaultdict(float)
+    loop._written_by = {}
+    loop._dropped = Dropped()
+    loop._shown = shown or {}
+    loop._conversations = Conversations(loop._model_version_value, cut_off=True, on_doomed=loop._count_doomed)
+    loop.max_tokens, loop.temperature, loop.top_p, loop.top_k, loop.min_p = 8, 1.0, 1.0, 0, None
+    loop.repetition_penalty, loop.request_timeout = 1.0, 5
+    async with ClientSession() as loop.session:
+        yield loop
+
+
+async def one_turn(loop: Any, asks: int | None = None) -> Any:
+    """Of a conversation that begins now; of one that asks for another version than the one promoted last."""
+    present.set(Conversation(asks=loop.model_version if asks is None else asks))
+    return await loop._generate_one_turn([1, 2, 3])
+
+
 def _sample(model_version: int, number: int, group: int) -> Any:
     import numpy as np
-    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+    from adaptersync.trainer.seams import RolloutSample
 
     return RolloutSample(
         prompt=[],

@@ -39,12 +39,37 @@ def tiny_model(directory: Path) -> Path:
     return warm_up(directory, settings, threads=1)
 
 
+def roomy_model(directory: Path) -> Path:
+    """One of the demo's kind that knows every token a simulated engine may say."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from adaptersync_tools.demo.tokenizer import build
+    from adaptersync_tools.demo.warmup import Settings
+
+    tokenizer, sizes = build(), Settings()
+    config = Qwen2Config(
+        vocab_size=320,
+        hidden_size=sizes.hidden,
+        intermediate_size=2 * sizes.hidden,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    Qwen2ForCausalLM(config).float().save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the test only."""
     import torch
-    from trl.experimental.async_grpo import async_grpo_trainer, packing
 
     from adaptersync.trainer.cpu import enable_cpu
+    from adaptersync.trainer.seams import async_grpo_trainer, packing
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(packing, "_flash_attn", packing._flash_attn)
@@ -67,8 +92,8 @@ def trainer(
     """A trainer on a stub worker, ready to train; without `adaptersync_config` it is for a fake publisher."""
     from datasets import Dataset
     from peft import LoraConfig
-    from trl.experimental.async_grpo import AsyncGRPOConfig
 
+    from adaptersync.trainer.seams import AsyncGRPOConfig
     from adaptersync_tools.demo.rewards import exact
     from adaptersync_tools.demo.tokenizer import build
 

@@ -35,7 +35,7 @@ class Seen:
 class Upstream:
     """`holds` are the names it knows (None: all). `gate` lets answers go, `chunk_gate` one streamed chunk each time.
 
-    `fail` are statuses of its next answers, which say `retry_after`.
+    `fail` are statuses of its next answers, which say `retry_after`; so often `no_models` are listed.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Upstream:
     chunk_gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1000))
     seen: list[Seen] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)  # as keys, by who asked for its models
+    no_models: int = 0
     in_flight: int = 0
     largest: int = 0
     aborted: int = 0
@@ -88,6 +89,9 @@ class Upstream:
 
     async def models(self, request: web.Request) -> web.Response:
         self.shown.append(request.headers.get("Authorization", ""))
+        if self.no_models:
+            self.no_models -= 1
+            return web.json_response({"error": {"message": "no replica is ready"}}, status=503)
         card = {"id": "base", "object": "model", "parent": None, "max_model_len": MAX_MODEL_LEN}
         return web.json_response({"object": "list", "data": [card]})
 

@@ -24,7 +24,7 @@ from adaptersync.coordinator.app import _coordinate
 from adaptersync.router.app import serving as serving_router
 from adaptersync.trainer import AdapterPublisher
 from adaptersync.trainer.publication import Outcome, Publication
-from adaptersync.trainer.relay import relay_app
+from adaptersync.trainer.relay import relay_runner
 from adaptersync_core.config import (
     AgentSection,
     Config,
@@ -263,7 +263,7 @@ class WholeFleet:
         """The address an unmodified TRL takes for its server."""
         section = replace(self.config.relay, router_url=self.url, allowed_root=str(self.directory), **settings)
         trainer = replace(self.config.trainer, run=run)
-        runner = web.AppRunner(relay_app(replace(self.config, relay=section, trainer=trainer)), access_log=None)
+        runner = relay_runner(replace(self.config, relay=section, trainer=trainer))
         await runner.setup()
         try:
             await web.TCPSite(runner, "127.0.0.1", 0).start()

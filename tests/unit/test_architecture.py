@@ -25,7 +25,7 @@ from support.source import PACKAGES, REPOSITORY, imports, modules, within
 HEAVY = ("torch", "trl", "peft", "vllm", "transformers")
 
 # The modules that exist to use them; each is imported by nothing but its own command.
-MAY_LOAD_HEAVY = ("adaptersync.trainer.trl",)
+MAY_LOAD_HEAVY = ("adaptersync.trainer.trl", "adaptersync.trainer.seams")
 
 # Modules that may import another's wiring: the command line, which starts services, and the agent on a simulated host.
 COMMAND_LINE = ("adaptersync_tools.cli", "adaptersync_tools.simulator.agent")
@@ -34,7 +34,12 @@ MAX_LINES = 500
 
 # Beside its own, what a service reads of the settings is what the whole group has alike.
 ALIKE = {"group", "redis", "store", "telemetry"}
-SETTINGS = {"agent": {"agent", "proof"}, "coordinator": {"coordinator", "jobs", "page"}, "router": {"router"}}
+SETTINGS = {
+    "agent": {"agent", "proof"},
+    "coordinator": {"coordinator", "jobs", "page"},
+    "router": {"router"},
+    "trainer": {"trainer", "relay"},
+}
 
 
 def objection(importer: str, name: str) -> str | None:
@@ -53,6 +58,8 @@ def objection(importer: str, name: str) -> str | None:
     is_wiring = "app" in name.split(".")[1:] and any(within(name, package) for package in PACKAGES)
     if is_wiring and not any(within(importer, command) for command in COMMAND_LINE):
         return "wiring is imported by the command line only"
+    if within(name, "trl") and importer != "adaptersync.trainer.seams":
+        return "adaptersync.trainer.seams is the only module that knows where TRL keeps its modules"
     if within(name, "redis") and importer != "adaptersync_core.redis":
         return "adaptersync_core.redis is the only module that imports the client"
     return None
@@ -94,6 +101,8 @@ def test_imports_point_downwards() -> None:
         ("adaptersync.agent.engine", "from .app import run"),
         ("adaptersync.agent.engine", "from redis.asyncio import Redis"),
         ("adaptersync_tools.up", "from adaptersync.agent import app"),
+        ("adaptersync.trainer.cpu", "def f():\n    from trl.experimental.async_grpo import packing"),
+        ("adaptersync_tools.demo.train", "def f():\n    import trl"),
     ],
 )
 def test_direction_rule_sees(importer: str, statement: str) -> None:
@@ -124,6 +133,14 @@ def test_modules_are_small() -> None:
         if (lines := len(path.read_text().splitlines())) > MAX_LINES
     }
     assert not long
+
+
+def test_tests_that_the_readme_names_exist() -> None:
+    tests = REPOSITORY / "tests"
+    named = set(re.findall(r"`(test_\w+)`", (tests / "README.md").read_text()))
+    there = {name for path in tests.rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())}
+    assert named
+    assert named <= there
 
 
 def may_load_heavy(name: str) -> bool:
@@ -255,7 +272,10 @@ def test_locks_hold_what_the_project_requires() -> None:
     extras = project["optional-dependencies"]
     for lock, requirements in (
         ("base", [*project["dependencies"], *extras["embedded"]]),
-        ("cpu", [*extras["trl"], *extras["tokenize"], *extras["ledger"], *extras["otel"], *extras["cpu"]]),
+        (
+            "cpu",
+            [package for extra in ("trl", "tokenize", "ledger", "otel", "cpu", "plot") for package in extras[extra]],
+        ),
         ("dev", extras["dev"]),
     ):
         for requirement in map(Requirement, requirements):

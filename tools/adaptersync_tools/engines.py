@@ -95,18 +95,27 @@ def vllm_spec(
         "endpoint": event_ports.endpoint,
         "replay_endpoint": event_ports.replay_endpoint,
     }
+    added = ["--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events)]
+    added += ["--middleware", "adaptersync.engine.door.Door", "--worker-extension-cls", WORKER_EXTENSION]
+    spec = _vllm(settings, added, number=number, replicas=replicas, port=port, gpus=gpus)
+    return msgspec.structs.replace(spec, environment={**spec.environment, TOKEN_FILE: str(token_file)})
+
+
+def plain_spec(settings: EngineSettings, *, port: int, gpus: int) -> Spec:
+    """The one server that TRL's own sync works with: as a replica, but for all that is ours."""
+    return _vllm(settings, [], number=0, replicas=1, port=port, gpus=gpus)
+
+
+def _vllm(settings: EngineSettings, added: list[str], *, number: int, replicas: int, port: int, gpus: int) -> Spec:
     environment = {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        TOKEN_FILE: str(token_file),
     }
     arguments = ["--model", str(settings.model), "--served-model-name", settings.base_name, *_shared(settings, port)]
-    arguments += ["--enable-lora", "--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"]
-    arguments += ["--lora-target-modules", *settings.lora_target_modules]
-    arguments += ["--kv-events-config", json.dumps(events)]
-    arguments += ["--middleware", "adaptersync.engine.door.Door", "--worker-extension-cls", WORKER_EXTENSION]
+    arguments += ["--enable-lora", "--logprobs-mode", "processed_logprobs"]
+    arguments += ["--lora-target-modules", *settings.lora_target_modules, *added]
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
         share = GPU_MEMORY_SHARE / -(-replicas // gpus)
@@ -132,6 +141,7 @@ def simulator_spec(
     token_file: Path | None,
     mount: Mount | None = None,
     event_ports: EventPorts | None = None,
+    options: tuple[str, ...] = (),
 ) -> Spec:
     """The simulator takes the model's sizes from its directory, and a byte for a token.
 
@@ -147,7 +157,7 @@ def simulator_spec(
         arguments += ["--kv-events-endpoint", event_ports.endpoint, "--kv-replay-endpoint", event_ports.replay_endpoint]
     if mount is not None:
         arguments += ["--mount", msgspec.json.encode(mount).decode()]
-    command = python("adaptersync_tools.simulator", *arguments, *settings.arguments)
+    command = python("adaptersync_tools.simulator", *arguments, *options, *settings.arguments)
     return Spec(name=f"engine-{number}", command=command, tier=ENGINE_TIER)
 
 

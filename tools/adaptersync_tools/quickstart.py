@@ -24,6 +24,8 @@ from adaptersync_core.rollouts import Row, read_rollouts
 from adaptersync_tools import evidence, summary
 from adaptersync_tools.cli.common import run_command, visit
 from adaptersync_tools.cli.local import interrupt_on_sigterm
+from adaptersync_tools.curves import Curve, can_draw_pictures, write_picture
+from adaptersync_tools.demo.lessons import CARRY, LESSONS, Lesson, LessonName
 from adaptersync_tools.live import Live
 from adaptersync_tools.output import Narrator, console
 from adaptersync_tools.report import show
@@ -32,24 +34,26 @@ from adaptersync_tools.up import Stack, StackSettings
 
 KEPT_RUNS = 3
 WARM_UP_S = 900.0  # about 45 s of work on two free cores
-STEP_S = 120.0  # without a new step for so long, training hangs
 SETTLE_S = 120.0
 EVALUATE_S = 300.0
 LOOK_S = 0.5
 PAGE = 1000
 RUN = "quickstart"
+WHEN = ("before", "after")  # training: the base model and the run
 T = TypeVar("T")
-REAL_ENGINE = {"max_lora_rank": 8, "max_num_seqs": 128, "max_model_len": 128}  # LoRA is slower with a higher rank
 
 
 class Tour:
     """One run of the quickstart."""
 
-    def __init__(self, *, steps: int, replicas: int, simulated: bool, reward: str, out: Path) -> None:
+    def __init__(
+        self, *, steps: int, replicas: int, simulated: bool, lesson: Lesson, reward: str | None, out: Path
+    ) -> None:
         self.steps = steps
         self.replicas = replicas
         self.simulated = simulated
-        self.reward = "synthetic" if simulated else reward
+        self.lesson = lesson
+        self.reward = "synthetic" if simulated else reward or lesson.reward
         self.out = out.absolute()
         self.directory = self.out / datetime.now(tz=UTC).strftime("run-%Y%m%d-%H%M%S")
         self.durations: dict[str, float] = {}
@@ -68,7 +72,7 @@ class Tour:
                     state_dir=self.directory / "fleet",
                     replicas=self.replicas,
                     simulated=self.simulated,
-                    engine={} if self.simulated else REAL_ENGINE,
+                    engine={} if self.simulated else self.lesson.engine,
                     overrides={"trainer.run": RUN, "coordinator.min_ready": self.replicas},
                 ),
                 self.narrator,
@@ -80,13 +84,14 @@ class Tour:
                 self._timed("last outcome", lambda: self._settle(stack))
                 found = self._timed("evidence", lambda: self._collect(stack))
                 if not self.simulated:
-                    held_out = self._timed("held-out problems", lambda: self._held_out(stack))
+                    held_out = self._timed("held-out problems", lambda: self._held_out(stack, base))
                     found = msgspec.structs.replace(found, held_out=held_out)
                 began = time.monotonic()
             self.durations["stop"] = time.monotonic() - began
         finally:
             self.narrator.quiet()
-        found = msgspec.structs.replace(found, durations=self.durations)
+        found = msgspec.structs.replace(self._judged(found), durations=self.durations)
+        self._draw(found)
         (self.directory / "summary.json").write_bytes(
             orjson.dumps(msgspec.to_builtins(found), option=orjson.OPT_INDENT_2)
         )
@@ -104,7 +109,7 @@ class Tour:
             from adaptersync_tools.demo.synthetic import write_base_model
 
             return write_base_model(self.out / "base-synthetic")
-        return make_base_model(self.out, self.directory, self.narrator)
+        return make_base_model(self.out, self.directory, self.narrator, self.lesson.base)
 
     def _train(self, stack: Stack, base: Path) -> None:
         out = self.directory / "train"
@@ -112,7 +117,7 @@ class Tour:
         module = "adaptersync_tools.demo.synthetic"
         if not self.simulated:
             module = "adaptersync_tools.demo.train"
-            arguments += ["--base", str(base), "--reward", self.reward]
+            arguments += ["--base", str(base), "--reward", self.reward, "--lesson", self.lesson.name]
         service = stack.run("train", module, *arguments)
         with Live(self.console, stack.config, run=RUN, steps=self.steps, lines=out / "steps.jsonl") as live:
             progressed = time.monotonic()
@@ -122,10 +127,10 @@ class Tour:
                 stack.check()
                 if live.look():
                     progressed = time.monotonic()
-                if time.monotonic() - progressed > STEP_S:
+                if time.monotonic() - progressed > self.lesson.step_s:
                     raise StackFailed("training makes no steps", next_step="read its log", log=str(service.log_path))
 
-            _to_the_end(service, float("inf"), look)
+            to_the_end(service, float("inf"), look)
             live.look()
 
     def _settle(self, stack: Stack) -> None:
@@ -144,10 +149,12 @@ class Tour:
             interval_s=LOOK_S,
         )
 
-    def _held_out(self, stack: Stack) -> list[summary.HeldOut]:
+    def _held_out(self, stack: Stack, base: Path) -> list[summary.HeldOut]:
         """The base and the trained adapter on problems that training never saw, as the fleet serves them."""
-        service = stack.run("evaluate", "adaptersync_tools.demo.evaluate", stack.config.group.base_model, RUN)
-        _to_the_end(service, EVALUATE_S, stack.check)
+        models = (stack.config.group.base_model, RUN)
+        options = ("--lesson", self.lesson.name, "--base", str(base))
+        service = stack.run("evaluate", "adaptersync_tools.demo.evaluate", *models, *options)
+        to_the_end(service, EVALUATE_S, stack.check)
         return [msgspec.convert(line, summary.HeldOut) for line in read_lines(service.log_path) if "greedy" in line]
 
     def _collect(self, stack: Stack) -> summary.Summary:
@@ -159,8 +166,7 @@ class Tour:
             return events, rows, [manifest.timings for manifest, _ in kept if manifest], table.window(RUN)
 
         events, rows, timings, window = visit(stack.config, read)
-        steps = read_lines(self.directory / "train" / "steps.jsonl")
-        versions, rollouts = summary.versions_of(events), summary.rollouts_of(rows)
+        steps = self._step_lines()
         cache = None
         if len(window) >= 2:  # before the first two promotions there is nothing to keep apart
             cache = evidence.prefix_cache(stack.router_url, (window[0], window[1]), seed=time.time_ns())
@@ -168,33 +174,61 @@ class Tour:
             pauses: int | None = evidence.pauses_of_simulators(stack.engine_urls.values())
         else:
             pauses = evidence.pauses_in_logs(sorted(stack.logs.glob("engine-*.log")))
-        objections = summary.judge(
-            reward_function=self.reward,
-            wanted_steps=self.steps,
-            steps=steps,
-            versions=versions,
-            rollouts=rollouts,
-            prefix_cache=cache,
-            pauses=pauses,
-        )
         return summary.Summary(
             run=RUN,
             mode="simulated" if self.simulated else "trl",
             reward_function=self.reward,
             replicas=self.replicas,
             steps=len(steps),
-            sound=not objections,
-            objections=objections,
+            sound=False,  # until it is judged
+            objections=[],
             reward=summary.reward_of([step["reward"] for step in steps if "reward" in step]),
+            right=summary.reward_of([step["right"] for step in steps if "right" in step]),
             ratio=summary.spread_of([step["ratio"] for step in steps if "ratio" in step]),
-            versions=versions,
+            versions=summary.versions_of(events),
             latency=summary.latency_of(events, timings),
-            rollouts=rollouts,
+            rollouts=summary.rollouts_of(rows),
             prefix_cache=cache,
             pauses=pauses,
+            lesson=self.lesson.name,
             restarts={name: each.restarts for name, each in stack.supervisor.services.items() if each.restarts},
             durations={},
         )
+
+    def _judged(self, found: summary.Summary) -> summary.Summary:
+        objections = summary.judge(
+            reward_function=self.reward,
+            wanted_steps=self.steps,
+            steps=self._step_lines(),
+            versions=found.versions,
+            rollouts=found.rollouts,
+            prefix_cache=found.prefix_cache,
+            pauses=found.pauses,
+            held_out=found.held_out,
+        )
+        return msgspec.structs.replace(found, sound=not objections, objections=objections)
+
+    def _draw(self, found: summary.Summary) -> None:
+        """The picture beside the summary, where one can be drawn."""
+        curves = self.curves()
+        if not curves or not can_draw_pictures():
+            return
+        levels = {f"held out, {name}": each.sampled for name, each in zip(WHEN, found.held_out, strict=False)}
+        control = ", a control: reward by coin" if self.reward == summary.CONTROL else ""
+        title = f"{found.steps} steps of TRL on {found.replicas} replicas{control}"
+        write_picture(self.directory / "curve.png", title, curves, unit="share of answers", levels=levels)
+
+    def curves(self) -> list[Curve]:
+        """What was rewarded, and of a control what was right besides; none without a reward."""
+        names = {"reward": "rewarded", "right": "right"}
+        if self.reward == "exact":
+            names = {"right": "right answers"}
+        steps = self._step_lines()
+        told = {shown: tuple(step[name] for step in steps if name in step) for name, shown in names.items()}
+        return [Curve(name=name, values=values) for name, values in told.items() if values]
+
+    def _step_lines(self) -> list[dict[str, Any]]:
+        return read_lines(self.directory / "train" / "steps.jsonl")
 
     def _timed(self, what: str, work: Callable[[], T]) -> T:
         began = time.monotonic()
@@ -204,10 +238,10 @@ class Tour:
         return result
 
 
-def make_base_model(out: Path, logs: Path, narrator: Narrator) -> Path:
-    """The demo's base model below `out`, made if it is not there yet."""
+def make_base_model(out: Path, logs: Path, narrator: Narrator, maker: str = CARRY.base) -> Path:
+    """A lesson's base model below `out`, made by that module if it is not there yet."""
     with Supervisor(logs) as supervisor:
-        command = python("adaptersync_tools.demo.warmup", "--dir", str(out))
+        command = python(maker, "--dir", str(out))
         service = supervisor.start(Spec(name="warmup", command=command, tier=0, restart=False))
         what = "the base model, made once"
         narrator.waiting(what)
@@ -216,14 +250,14 @@ def make_base_model(out: Path, logs: Path, narrator: Narrator) -> Path:
             if said := [line for line in read_lines(service.log_path) if line.get("event") == "step"]:
                 narrator.detail(f"{what}: step {said[-1]['step']} of {said[-1]['steps']}")
 
-        _to_the_end(service, WARM_UP_S, look)
+        to_the_end(service, WARM_UP_S, look)
     for line in read_lines(service.log_path):
         if line.get("event") == "ready":
             return Path(line["base"])
     raise StackFailed("warm-up did not say where the base model is", log=str(service.log_path))
 
 
-def _to_the_end(service: Service, limit_s: float, look: Callable[[], None]) -> None:
+def to_the_end(service: Service, limit_s: float, look: Callable[[], None]) -> None:
     """Until the program ended well; `look` is called all the while. StackFailed when it failed, or is late."""
     deadline = time.monotonic() + limit_s
     while service.returncode is None:
@@ -262,11 +296,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 @click.option("--steps", type=click.IntRange(1, 10_000), default=60, show_default=True, help="Optimizer steps.")
 @click.option("--replicas", type=click.IntRange(1, 16), default=2, show_default=True, help="vLLM servers.")
 @click.option("--simulated", is_flag=True, help="Simulated replicas and a synthetic trainer: no torch, no vLLM.")
-@click.option("--reward", type=click.Choice(["exact", "coin"]), default="exact", show_default=True,
-              help="What answers are rewarded for; coin is the control that must not learn.")  # fmt: skip
+@click.option("--reward", type=click.Choice(["exact", "digits", "coin"]),
+              help="What answers are rewarded for: the right sum, or digits; coin is the control, from which nothing "
+              "may be learnt.  [default: exact; digits for smollm2]")  # fmt: skip
+@click.option("--model", type=click.Choice(["carry", "smollm2"]), default="carry", show_default=True,
+              help="One made on the spot learns to carry; SmolLM2-135M, to answer with a number.")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("runs/quickstart"),
               show_default=True, help="Where runs are kept, the last few of them.")  # fmt: skip
-def quickstart(steps: int, replicas: int, simulated: bool, reward: str, out: Path) -> int:
+def quickstart(steps: int, replicas: int, simulated: bool, reward: str | None, model: LessonName, out: Path) -> int:
     """Train a LoRA adapter on a fleet of vLLM servers, all on this machine.
 
     Exit status 0 when the run was sound, 1 when it was not; the reasons are in the summary.
@@ -275,11 +312,13 @@ def quickstart(steps: int, replicas: int, simulated: bool, reward: str, out: Pat
     Examples:
       tools/quickstart --simulated
       tools/quickstart --steps 60
+      tools/quickstart --reward coin
     """
     interrupt_on_sigterm()
-    tour = Tour(steps=steps, replicas=replicas, simulated=simulated, reward=reward, out=out)
+    lesson = LESSONS[model]
+    tour = Tour(steps=steps, replicas=replicas, simulated=simulated, lesson=lesson, reward=reward, out=out)
     found = tour.run()
-    show(found, tour.directory, tour.console)
+    show(found, tour.directory, tour.console, tour.curves())
     return 0 if found.sound else 1
 
 

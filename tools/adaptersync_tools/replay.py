@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from adaptersync.router.books import Books
 from adaptersync.router.ownership import GATHER_S, block_tokens
-from adaptersync.router.policy import Outcome, Policy
+from adaptersync.router.policy import Outcome, Policy, turn_of
 from adaptersync.router.promises import Repeats
 from adaptersync.router.queues import RATE, SECOND_US, Queues
 from adaptersync_core.ranks import rank_name, split
@@ -276,7 +276,7 @@ class Replay:
             return
         candidates = self._presence.candidates(row)
         last = row.chain.rpartition(" ")[2]
-        turn = int(last[:7], 16) if last else event.number
+        turn = turn_of(last) if last else event.number
         for each in self._anew:
             each.begin(row, event.at, candidates, turn)
         recorded.inflight[_asked(row)] += row.weight

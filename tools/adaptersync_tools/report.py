@@ -2,44 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from adaptersync.coordinator.views import duration
+from adaptersync_tools.curves import WIDTH, Curve, drawn
 from adaptersync_tools.output import table
-from adaptersync_tools.summary import Summary
+from adaptersync_tools.summary import CHANCE_ERRORS, CONTROL, Summary, held_out_gain
 
+NARROW = 20  # columns of a plot, at least
 FEW = 6  # entries of a long list that are shown
 
 
-def show(found: Summary, directory: Path, console: Console) -> None:
+def show(found: Summary, directory: Path, console: Console, curves: Sequence[Curve] = ()) -> None:
     console.print()
+    if curves:
+        width = max(NARROW, min(WIDTH, console.width - 9))
+        console.print(drawn("Share of answers, by step", curves, width=width))
+        console.print()
     console.print(table(_title(found), ("", ""), _rows(found)))
     phases = [(name, _ms(each.p50), _ms(each.max), each.count) for name, each in found.latency.items()]
     console.print(table("Latency, milliseconds", ("phase", "p50>", "max>", "count>"), phases))
+    if found.reward_function == CONTROL:
+        console.print(Text(control(found), "bold"))
     if found.sound:
         console.print(Text("✓ the run was sound", "bold green"))
     for objection in found.objections:
         console.print(Text(f"✗ {objection}", "bold red"))
     console.print(Text.assemble(("summary  ", "dim"), str(directory / "summary.json")))
+    if (directory / "curve.png").exists():
+        console.print(Text.assemble(("curve    ", "dim"), str(directory / "curve.png")))
     console.print(Text.assemble(("logs     ", "dim"), str(directory / "fleet" / "logs")))
 
 
 def _title(found: Summary) -> str:
     what = "synthetic trainer, simulated replicas" if found.mode == "simulated" else "TRL and vLLM"
-    return f"{found.steps} steps on {found.replicas} replicas ({what})"
+    if found.lesson != "carry":
+        what += f", {found.lesson}"
+    control = ", a control" if found.reward_function == CONTROL else ""
+    return f"{found.steps} steps on {found.replicas} replicas ({what}{control})"
+
+
+def control(found: Summary) -> str:
+    """What the control came to, in one sentence."""
+    told = "This was a control: a coin decided which answers were rewarded. "
+    gain = held_out_gain(found.held_out)
+    if gain is None:
+        return told + "Whether anything was learnt was not measured."
+    before, after = found.held_out[0].sampled, found.held_out[-1].sampled
+    what = "Nothing was learnt" if gain < CHANCE_ERRORS else "Yet something was learnt"
+    shares = f"of the held-out answers {before:.0%} were right before and {after:.0%} after"
+    return f"{told}{what}: {shares} ({gain:+.1f} standard errors)."
 
 
 def _rows(found: Summary) -> list[tuple[str, str | Text]]:
     rows: list[tuple[str, str | Text]] = []
-    if found.reward:
-        reward = found.reward
+    right = None if found.reward_function == "exact" else found.right  # else it is what is rewarded
+    for name, reward in (("reward", found.reward), ("right answers", right)):
+        if reward is None:
+            continue
         rows.append(
             (
-                "reward",
+                name,
                 Text.assemble(
                     f"{reward.first:.3f} ± {reward.first_error:.3f} → ",
                     (f"{reward.last:.3f} ± {reward.last_error:.3f}", "bold"),
@@ -48,7 +75,10 @@ def _rows(found: Summary) -> list[tuple[str, str | Text]]:
             )
         )
     if found.held_out:
-        shares = [f"{each.model} {each.greedy:.0%} greedy, {each.sampled:.0%} sampled" for each in found.held_out]
+        shares = [
+            f"{each.model} {each.greedy:.0%} greedy, {each.sampled:.0%} ± {each.error:.0%} sampled"
+            for each in found.held_out
+        ]
         rows.append(("held out", Text(" → ".join(shares), "bold")))
     if found.ratio:
         rows.append(("ratio", f"{found.ratio.mean:.4f} mean, {found.ratio.low:.4f} to {found.ratio.high:.4f}"))

@@ -17,8 +17,11 @@ from adaptersync_core.events import PHASES
 from adaptersync_core.rollouts import UNKNOWN, Row
 
 EDGE_STEPS = 10  # the first and the last steps that are compared
-GAIN_ERRORS = 5.0  # by how many standard errors the reward must have risen
+GAIN_ERRORS = 5.0  # by how many standard errors reward and held-out answers must have risen
+CHANCE_ERRORS = 3.0  # by fewer they may rise by chance: no control may learn more
 RATIO_RANGE = (0.98, 1.02)
+LEARNT = ("exact", "digits")  # rewards from which something must be learnt
+CONTROL = "coin"  # the reward that says nothing
 ENDED_WELL = ("ok",)
 GIVEN_UP = ("client_gone", "stopped")  # the trainer or the stop ended them, not the fleet
 
@@ -84,11 +87,17 @@ class PrefixCache(Struct, frozen=True, kw_only=True):
 
 
 class HeldOut(Struct, frozen=True, kw_only=True):
-    """Share of right answers to problems nobody was trained on, at temperature 0 and at 1."""
+    """Mean reward for problems nobody was trained on, at temperature 0 and at 1; of sums, the share of right ones."""
 
     model: str
+    problems: int
     greedy: float
     sampled: float
+
+    @property
+    def error(self) -> float:
+        """Standard error of `sampled`, or more: no reward from 0 to 1 scatters as much as one of 0 or 1."""
+        return math.sqrt(self.sampled * (1 - self.sampled) / self.problems)
 
 
 class Summary(Struct, frozen=True, kw_only=True):
@@ -102,6 +111,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     sound: bool
     objections: list[str]
     reward: Reward | None
+    right: Reward | None
+    """Right answers, whatever was rewarded."""
     ratio: Spread | None
     versions: dict[str, int]
     latency: dict[str, Latency]
@@ -111,6 +122,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     restarts: dict[str, int]
     durations: dict[str, float]
     held_out: list[HeldOut] = []
+    lesson: str = "carry"
 
 
 def reward_of(rewards: Sequence[float]) -> Reward | None:
@@ -121,15 +133,28 @@ def reward_of(rewards: Sequence[float]) -> Reward | None:
     first, last = rewards[:count], rewards[-count:]
     errors = [math.sqrt(variance(part) / count) for part in (first, last)]
     error = math.hypot(*errors)
-    gain = fmean(last) - fmean(first)
     return Reward(
         steps=count,
         first=fmean(first),
         first_error=errors[0],
         last=fmean(last),
         last_error=errors[1],
-        gain_errors=gain / error if error else math.copysign(999.0, gain) if gain else 0.0,
+        gain_errors=in_errors(fmean(last) - fmean(first), error),
     )
+
+
+def in_errors(difference: float, error: float) -> float:
+    if error:
+        return difference / error
+    return math.copysign(999.0, difference) if difference else 0.0
+
+
+def held_out_gain(held_out: Sequence[HeldOut]) -> float | None:
+    """By how many standard errors the last model is better than the first, sampled; None without two of them."""
+    if len(held_out) < 2:
+        return None
+    before, after = held_out[0], held_out[-1]
+    return in_errors(after.sampled - before.sampled, math.hypot(before.error, after.error))
 
 
 def spread_of(values: Sequence[float]) -> Spread | None:
@@ -201,16 +226,22 @@ def judge(
     rollouts: Rollouts,
     prefix_cache: PrefixCache | None,
     pauses: int | None,
+    held_out: Sequence[HeldOut] = (),
 ) -> list[str]:
     """Why the run is not sound; empty when it is."""
     found = []
+    gain = held_out_gain(held_out)
+    if gain is not None and reward_function == CONTROL and gain >= CHANCE_ERRORS:
+        found.append(f"the control learnt: held-out answers rose by {gain:.1f} standard errors")
+    if gain is not None and reward_function in LEARNT and len(steps) >= 2 * EDGE_STEPS and gain < GAIN_ERRORS:
+        found.append(f"held-out answers rose by {gain:.1f} standard errors, less than {GAIN_ERRORS:g}")
     if len(steps) < wanted_steps:
         found.append(f"only {len(steps)} of {wanted_steps} steps were made")
-    if reward_function == "exact" and len(steps) >= 2 * EDGE_STEPS:
+    if reward_function in LEARNT and len(steps) >= 2 * EDGE_STEPS:
         reward = reward_of([step["reward"] for step in steps])
         if reward is None or reward.gain_errors < GAIN_ERRORS:
-            gain = reward.gain_errors if reward else 0.0
-            found.append(f"reward rose by {gain:.1f} standard errors, less than {GAIN_ERRORS:g}")
+            rose = reward.gain_errors if reward else 0.0
+            found.append(f"reward rose by {rose:.1f} standard errors, less than {GAIN_ERRORS:g}")
     ratio = spread_of([step["ratio"] for step in steps if "ratio" in step])
     if ratio is None and steps and reward_function != "synthetic":
         found.append("no step says its ratio")

@@ -60,6 +60,7 @@ class Service:
         self._inherited = inherited
         self.restarts = 0
         self.given_up = False
+        self.held = False  # it is somebody else's to start it again
         self._in_a_row = 0
         self._started_at = 0.0
         self._due_at: float | None = None
@@ -93,7 +94,7 @@ class Service:
 
     def watch(self, now: float) -> None:
         """Start it again when it ended, in time."""
-        if self._process is None or self._process.poll() is None or self.given_up:
+        if self._process is None or self._process.poll() is None or self.given_up or self.held:
             return
         if self._due_at is None:
             if not self.spec.restart and self.returncode == 0:
@@ -184,15 +185,21 @@ class Supervisor:
         return service
 
     @contextlib.contextmanager
-    def away(self, name: str) -> Iterator[None]:
-        """End a service at once and start it again when the context ends; nothing else is watched meanwhile."""
+    def away(self, name: str, number: int = signal.SIGKILL) -> Iterator[None]:
+        """End a service by a signal, at once if not said otherwise, and start it again when the context ends."""
         service = self.services[name]
         with self._lock:
-            service.signal(signal.SIGKILL)
+            service.held = True
+        try:
+            service.signal(number)
             service.wait(service.spec.grace_s + KEEPER_S)
             yield
-            service.restarts += 1
-            service.start()
+        finally:
+            with self._lock:
+                service.held = False
+                if not self._stopping.is_set():
+                    service.restarts += 1
+                    service.start()
 
     def check(self) -> None:
         """StackFailed when a service was given up."""

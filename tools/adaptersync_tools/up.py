@@ -69,6 +69,8 @@ class StackSettings(Struct, frozen=True, kw_only=True):
     """Runs that may be trained. With any, each service is a user of Redis of its own, and the router wants keys."""
     mount: Mount | None = None
     """How every agent's mount of the store is to behave; None: it is a directory like another."""
+    simulator: tuple[str, ...] = ()
+    """Other options of simulated engines: python -m adaptersync_tools.simulator --help."""
 
 
 class Progress:
@@ -77,6 +79,8 @@ class Progress:
     def waiting(self, what: str) -> None: ...
 
     def done(self, what: str, seconds: float) -> None: ...
+
+    def detail(self, what: str) -> None: ...
 
 
 class Stack:
@@ -245,7 +249,12 @@ class Stack:
             token_file = self.token_file(name)
             if self.settings.simulated:
                 spec = simulator_spec(
-                    engine, number=number, port=port, token_file=token_file, event_ports=event_ports[number]
+                    engine,
+                    number=number,
+                    port=port,
+                    token_file=token_file,
+                    event_ports=event_ports[number],
+                    options=self.settings.simulator,
                 )
             else:
                 spec = vllm_spec(

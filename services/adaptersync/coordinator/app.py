@@ -34,7 +34,7 @@ from adaptersync_core.figures import Figures, served
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.notify import Notifier
-from adaptersync_core.queue import enqueue_verification
+from adaptersync_core.queue import Jobs
 from adaptersync_core.records import Decision, Fleet, Leadership
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
@@ -90,7 +90,6 @@ async def _coordinate(config: Config, notifier: Notifier | None = None) -> None:
                     await bell.wait(config.coordinator.tick_s)
     finally:
         notifier.stopping()
-        await coordinator.resign()
         await coordinator.close()
         await client.close()
 
@@ -103,6 +102,7 @@ class Coordinator:
         self._registry = registry
         self._traces = traces(config, "coordinator", config.coordinator.name)
         self._figures = figures or Figures("coordinator", TABLE)
+        self._jobs = Jobs(config)
         self._journal = Journal(Path(config.store.path), config.group.name)
         self._store = ArtifactStore(Path(config.store.path))
         self._at_home = False
@@ -151,6 +151,11 @@ class Coordinator:
         if self._lease is not None:
             with contextlib.suppress(ControlError):
                 await self._registry.resign(self._lease)
+
+    async def close(self) -> None:
+        await self.resign()
+        await asyncio.to_thread(self._jobs.close)
+        await asyncio.to_thread(self._traces.close)
 
     async def _lead(self) -> Leadership | None:
         settings, before = self._config.coordinator, self._lease
@@ -267,9 +272,6 @@ class Coordinator:
                         generation=event.generation,
                     )
 
-    async def close(self) -> None:
-        await asyncio.to_thread(self._traces.close)
-
     async def _follow_up(self, decision: Decision) -> None:
         if self._traces.on:
             with contextlib.suppress(ControlError):  # nobody waits for a trace
@@ -279,6 +281,6 @@ class Coordinator:
         for event in decision.events:
             if isinstance(event, VersionPromoted):
                 try:
-                    await asyncio.to_thread(enqueue_verification, self._config, event.version)
+                    await asyncio.to_thread(self._jobs.verify, event.version)
                 except AdapterSyncError as error:
                     log.warning("verification not asked for: %s", error)

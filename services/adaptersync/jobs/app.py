@@ -29,7 +29,7 @@ from adaptersync_core.config import Config, as_text, variable
 from adaptersync_core.errors import ControlError
 from adaptersync_core.figures import served
 from adaptersync_core.notify import Notifier
-from adaptersync_core.queue import DRAIN, VERIFY, enqueue_drain, queue_name
+from adaptersync_core.queue import DRAIN, VERIFY, Jobs, queue_name
 from adaptersync_core.redis import rq_connection, translated
 from adaptersync_core.telemetry import configure_logging
 
@@ -132,6 +132,7 @@ def archiving(config: Config) -> Callable[[], None] | None:
     if not installed():
         log.warning("the ledger stays in Redis: to archive it, pip install 'adaptersync[ledger]', or set jobs.ledger_s")
         return None
+    jobs = Jobs(config)
     asked_at = -math.inf
 
     def due() -> None:
@@ -139,7 +140,7 @@ def archiving(config: Config) -> Callable[[], None] | None:
         if time.monotonic() - asked_at >= every_s:
             asked_at = time.monotonic()
             try:
-                enqueue_drain(config)
+                jobs.drain()
             except ControlError as error:
                 log.warning("archiving of the ledger not asked for: %s", error)
 

@@ -6,6 +6,7 @@ A round asks for what is due or does it; it holds nothing between two of them, a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from adaptersync_core.config import Config
 from adaptersync_core.errors import StoreError
 from adaptersync_core.keys import Keys
-from adaptersync_core.queue import enqueue_verification
+from adaptersync_core.queue import Jobs
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.store import ArtifactStore
@@ -27,8 +28,9 @@ async def verify(config: Config) -> str:
     """Ask the workers to read again every version that is served: bytes may rot after they were promoted."""
     table = await _table(config)
     live = [name for name in table.versions if table.routable(name)]
-    for name in live:
-        await asyncio.to_thread(enqueue_verification, config, name)
+    with contextlib.closing(Jobs(config)) as jobs:
+        for name in live:
+            await asyncio.to_thread(jobs.verify, name)
     return f"asked for {len(live)} verifications"
 
 

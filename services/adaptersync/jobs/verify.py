@@ -53,11 +53,11 @@ async def verify(config: Config, adapter_id: str) -> Verdict | None:
         if manifest is None:
             raise ControlError("version was never announced, or is long gone", version=adapter_id)
         await Lookout(store.shows).wait(manifest, until=time.monotonic() + VISIBLE_S)
-        if not store.directory(adapter_id).is_dir():
+        verdict = await asyncio.to_thread(judge, store, manifest)
+        if not verdict.ok and not store.directory(adapter_id).is_dir():  # it may have been removed in the midst of it
             record = await registry.version(adapter_id)
             if record is not None and record.state in GONE:
                 return None
-        verdict = await asyncio.to_thread(judge, store, manifest)
         if await registry.verified(adapter_id, ok=verdict.ok, reason=verdict.reason):
             log.log(logging.INFO if verdict.ok else logging.ERROR, "verified %s: %s", adapter_id, verdict)
         return verdict

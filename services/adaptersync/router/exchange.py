@@ -94,7 +94,7 @@ class Exchange:
                 with await self._connections.post(member.url, request.target, sent, body, left_s, connected) as answer:
                     call.row.first_byte_s = time.monotonic() - sent_at
                     call.row.status = answer.status
-                    reason = "" if answer.status == 200 else fault(answer.status)
+                    reason = fault(answer.status)
                     if reason or answer.status == 429:
                         wait_s = max(wait_s, self._judge(answer, reason, replica, member.engine_epoch, last=last))
                     if (

@@ -81,8 +81,7 @@ class Ownership:
 
     async def choose(self, arrival: Arrival) -> Choice:
         """One of its candidates (at least one), counted in flight until `release`."""
-        if arrival.version not in self._touches:
-            self._touch(arrival.version)
+        self._touched(arrival.version)
         try:
             reply = await self._pipe.script(self._calls(arrival))
         except ControlError:
@@ -182,17 +181,16 @@ class Ownership:
         except ControlError as error:
             log.debug("counts not told, the next beat mends them: %s", error)
 
-    def _touch(self, version: str) -> None:
-        """Remember the keys that a choice for this version touches, and with them who is to be forgotten."""
-        run = parse_adapter_id(version).run if is_adapter_id(version) else version  # the base model is a run of its own
-        each = self._keys
-        self._touches[version] = (
-            each.owned(version),
-            each.inflight,
-            each.promises(version),
-            each.repeats(run),
-            each.queues,
-        )
+    def _touched(self, version: str) -> tuple[str, ...]:
+        """The keys that a choice for this version touches; remembered, and with them who is to be forgotten."""
+        keys = self._touches.get(version)
+        if keys is None:
+            # the base model is a run of its own
+            run = parse_adapter_id(version).run if is_adapter_id(version) else version
+            each = self._keys
+            keys = (each.owned(version), each.inflight, each.promises(version), each.repeats(run), each.queues)
+            self._touches[version] = keys
+        return keys
 
     def _call(self, arrival: Arrival) -> ScriptCall:
         hashes = arrival.hashes
@@ -217,7 +215,7 @@ class Ownership:
             *arrival.candidates,
             *hashes,
         )
-        return ScriptCall(self._scripts["route"], self._touches[arrival.version], arguments)
+        return ScriptCall(self._scripts["route"], self._touched(arrival.version), arguments)
 
     def _alone(self, arrival: Arrival) -> Choice:
         """The same rule with the replica that the prompt's hash falls on as its owner."""

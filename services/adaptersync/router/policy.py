@@ -89,6 +89,11 @@ def promising(policy: Policy) -> bool:
     return policy != "threshold"
 
 
+def turn_of(last: str) -> int:
+    """From which candidate on a prompt's are looked at, by the hash of its last block: the same for all routers."""
+    return int(last[:7], 16)
+
+
 def boilerplate(known: Sequence[Block], hashes: Sequence[str]) -> int:
     """How many leading blocks are boilerplate. `known` are the first blocks of `hashes`, as far as the table has them.
 

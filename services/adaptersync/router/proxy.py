@@ -30,6 +30,7 @@ from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
 from adaptersync.router.ownership import Arrival, Ownership
+from adaptersync.router.policy import turn_of
 from adaptersync.router.request import ClientGone, Pair, Reply, Request
 from adaptersync.router.resolve import RETRY_S, Target, Wanted, parse
 from adaptersync.router.sessions import NONE as NO_SESSION
@@ -43,7 +44,6 @@ from adaptersync_core.errors import Unroutable
 from adaptersync_core.ranks import split
 from adaptersync_core.rollouts import LABEL
 
-WHOLE_BYTES = 256 << 10  # answers up to this size, where known, are read before the first byte is passed on
 CLIENT_GONE = 499
 CHAT = "/v1/chat/completions"
 
@@ -261,7 +261,7 @@ class Proxy:
                 version=target.model,
                 hashes=hashes,
                 candidates=tuple(self._view.ranks(leg.candidates) if ranked else leg.candidates),
-                turn=int(hashes[-1][:7], 16) if hashes else self._count,
+                turn=turn_of(hashes[-1]) if hashes else self._count,
                 weight=chains.weight,
                 alike=chains.alike,
                 kept=kept.replica,

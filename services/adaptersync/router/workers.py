@@ -2,9 +2,9 @@
 
 They are forked before anything runs, so that they share memory in which each leaves its figures; whoever dies is
 replaced, and what it had counted is counted on. So is whoever is frozen, to whom the kernel would go on giving its part
-of the connections. All that they decide together, they decide in Redis, as routers on
-other hosts do. With one worker there is one process. Two routers do not share a port, be they of one group or not:
-clients would get now this one, now that one.
+of the connections. All that they decide together, they decide in Redis, as routers on other hosts do. With one worker
+there is one process. Two routers do not share a port, be they of one group or not: clients would get now this one, now
+that one.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class _Workers:
         while self._running:
             self._wait()
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # one that waits already would end us with a status of its own
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # one that came meanwhile would end us by its name
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         if self._failed:
             raise SystemExit(1)

@@ -21,7 +21,7 @@ def enable_cpu() -> bool:
     if torch.cuda.is_available():
         return False
 
-    from trl.experimental.async_grpo import async_grpo_trainer, packing
+    from adaptersync.trainer.seams import async_grpo_trainer, packing
 
     # Peak FLOP/s are looked up by the name of the CUDA device; without one TRL leaves its utilisation metrics out.
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None

@@ -12,34 +12,32 @@ incarnation of the run's trainer: it begins a new epoch, and an older one that s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import secrets
-import shutil
 import socket
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from adaptersync.trainer import history
 from adaptersync.trainer.fates import RolloutFates
 from adaptersync.trainer.publication import Outcome, Publication
+from adaptersync.trainer.source import SavesAdapter, directory_of
 from adaptersync.trainer.submissions import Submission, Submitter
 from adaptersync_core import markers
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import (
-    AdapterInvalid,
     AdapterSyncError,
     ConfigError,
+    ControlError,
     ControlUnavailable,
     Forgotten,
     PublicationFailed,
@@ -55,6 +53,7 @@ from adaptersync_core.proof import Probe
 from adaptersync_core.records import VersionRecord
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
+from adaptersync_core.retention import removable
 from adaptersync_core.store import ArtifactStore
 from adaptersync_core.store_identity import agree
 from adaptersync_core.traces import traces
@@ -69,12 +68,6 @@ TIDY_S = 60.0  # how often leftovers in the store are looked for
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-class SavesAdapter(Protocol):
-    """A PeftModel, as far as it matters here."""
-
-    def save_pretrained(self, save_directory: str) -> Any: ...
 
 
 class AdapterPublisher:
@@ -100,6 +93,7 @@ class AdapterPublisher:
         self.current_seq: int | None = None
         self._store = ArtifactStore(Path(config.store.path))
         self._store_id = ""
+        self._keep_last = config.store.keep_last
         self._client = RedisClient(config.redis.control_url, name=f"trainer-{self.run}")
         keys = Keys(config.group.name)
         self._registry = Registry(self._client, keys)
@@ -160,7 +154,7 @@ class AdapterPublisher:
         AdapterInvalid when the fleet could not serve it, StoreError when it cannot be stored, Fenced when a newer
         trainer has begun the run. After an error nothing was announced, and the next call may publish the same again.
         """
-        with self._publishing, _directory(source) as directory, self._traces.publication(run=self.run) as traced:
+        with self._publishing, directory_of(source) as directory, self._traces.publication(run=self.run) as traced:
             if not self._thread.is_alive():
                 raise PublicationFailed("publisher is closed", next_step="publish before close()", run=self.run)
             began = time.monotonic()
@@ -232,7 +226,7 @@ class AdapterPublisher:
         if isinstance(source, str | Path):
             directory = Path(source)
         else:
-            with _directory(source, keep=True) as directory:
+            with directory_of(source, keep=True) as directory:
                 remove = True
         submission = Submission(directory, step=step, timings=timings, load=load, probe=probe, remove=remove)
         self._submitter.submit(submission)
@@ -273,8 +267,13 @@ class AdapterPublisher:
         self._tidied = time.monotonic()
         try:
             self._store.tidy(self.run)
-        except OSError as error:
-            log.warning("leftovers in the store were not removed: %s", error)
+            if self._keep_last:
+                table = self._call(self._registry.table())
+                stored = self._store.versions_of(self.run)
+                for name in removable(stored, table, self.run, keep_last=self._keep_last):
+                    self._store.remove(name)
+        except (OSError, ControlError) as error:
+            log.warning("what nobody needs in the store was not removed: %s", error)
 
     def newest(self) -> Manifest | None:
         """What of the run was announced last, by whomever."""
@@ -468,30 +467,6 @@ def _outcome(record: VersionRecord | None) -> Outcome | None:
             assert record is not None  # noqa: S101 - it has a state
             return Outcome(state=state, reason=record.reason, want=record.want)
     return None
-
-
-@contextlib.contextmanager
-def _directory(source: str | Path | SavesAdapter, *, keep: bool = False) -> Iterator[Path]:
-    """Where it lies; a model is saved, for as long as the block lasts or, to `keep`, until somebody removes it."""
-    if isinstance(source, str | Path):
-        yield Path(source)
-        return
-    if not callable(getattr(source, "save_pretrained", None)):
-        raise AdapterInvalid(
-            "neither a directory nor a model that saves itself",
-            next_step="give a PEFT directory or a PeftModel",
-            given=type(source).__name__,
-        )
-    scratch = Path(tempfile.mkdtemp(prefix="adaptersync-"))
-    try:
-        source.save_pretrained(str(scratch))
-        yield scratch
-    except BaseException:
-        keep = False
-        raise
-    finally:
-        if not keep:
-            shutil.rmtree(scratch)
 
 
 def _no_run() -> str:

@@ -13,9 +13,9 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -43,6 +43,7 @@ from adaptersync_core.identity import check_run
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.manifest import FILES, content_digest, hash_file
+from adaptersync_core.records import ReplicaReport
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.table import Table
@@ -51,10 +52,14 @@ from adaptersync_core.telemetry import configure_logging
 ALIASES = 256  # names kept; TRL asks for none older than its staleness window
 TRL_NAME = re.compile(r"trl-policy-v[0-9]+")  # what TRL calls the adapters it has a server load
 BODY_LIMIT = 16 << 20  # bytes of one request
+PUBLISHING = frozenset({"/v1/load_lora_adapter", "/init_weight_transfer_engine"})
 LOOK_S = 0.5  # a table is believed for so long; what was withdrawn since, the router says
 WITHDRAWN = frozenset({409, 410})  # what the router answers then
+PASSING = frozenset(range(500, 600))  # and while there is nobody to ask
+PAUSE_S = 0.5
 PASSED_ON = ("content-type", "retry-after", REQUEST_ID, VERSION, REPLICA, VOIDED)  # of an answer's headers
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -74,8 +79,8 @@ class Alias(Struct, frozen=True, kw_only=True):
     substituted: bool = False
 
 
-class _Withdrawn(Exception):
-    """The router no longer serves what it was asked for; nothing has been passed on."""
+class _NotPassedOn(Exception):
+    """The router's answer was one that TRL is not to see."""
 
 
 def run_relay(config: Config) -> None:
@@ -88,7 +93,7 @@ def run_relay(config: Config) -> None:
 
 
 async def _serve(config: Config) -> None:
-    runner = web.AppRunner(relay_app(config), access_log=None)
+    runner = relay_runner(config)
     await runner.setup()
     try:
         await web.TCPSite(runner, config.relay.host, config.relay.port).start()
@@ -96,6 +101,11 @@ async def _serve(config: Config) -> None:
         await asyncio.Event().wait()
     finally:
         await runner.cleanup()
+
+
+def relay_runner(config: Config) -> web.AppRunner:
+    """A rollout that TRL gives up, or dies over, is given up here, too, and so down to the engine."""
+    return web.AppRunner(relay_app(config), access_log=None, handler_cancellation=True)
 
 
 def relay_app(config: Config) -> web.Application:
@@ -106,13 +116,15 @@ def relay_app(config: Config) -> web.Application:
     app.add_routes(
         [
             web.get("/health", relay.forward),
-            web.get("/v1/models", relay.forward),
+            web.get("/v1/models", relay.models),
             web.post("/tokenize", relay.forward),
             web.get("/server_info", relay.server_info),
             web.post("/pause", relay.nothing),
             web.post("/resume", relay.nothing),
             web.post("/v1/load_lora_adapter", relay.load),
             web.post("/v1/unload_lora_adapter", relay.nothing),
+            web.get("/get_world_size", relay.world_size),
+            web.post("/init_weight_transfer_engine", relay.no_merged_weights),
             web.post("/v1/completions", relay.generate),
             web.post("/v1/chat/completions", relay.generate),
         ]
@@ -139,8 +151,8 @@ class Relay:
         self._client = RedisClient(self._config.redis.control_url, name=f"relay-{self._config.trainer.run}")
         self._registry = Registry(self._client, Keys(self._config.group.name))
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._config.router.max_inflight),
-            timeout=aiohttp.ClientTimeout(total=self._config.router.request_timeout_s),
+            connector=aiohttp.TCPConnector(limit=self._config.relay.max_inflight),
+            timeout=aiohttp.ClientTimeout(total=self._config.relay.request_timeout_s),
             skip_auto_headers=("Accept-Encoding",),  # what is passed on says nothing of an encoding
             headers=await asyncio.to_thread(bearer, self._config.trainer.router_key_file),
         )
@@ -173,21 +185,55 @@ class Relay:
         async with self._beginning:
             if self._publisher is None or self._aliases or self._loading.locked():
                 await self._begin()
-        reports = [seen.report for seen in (await self._registry.fleet()).replicas.values()]
-        if not reports:
-            raise EngineUnavailable("no replica has reported", next_step="start agents, then the trainer")
+        reports = await self._patiently(self._reports)
         lora = {
             "max_lora_rank": min(report.max_lora_rank for report in reports),
             "max_loras": min(report.max_loras for report in reports),
         }
         parallel = {"data_parallel_size": 1}  # a load reaches every replica, whatever they are made of
+        model = {"dtype": "unknown"}  # asked for by a TRL that would send whole weights; it hears at its next call
         return web.json_response(
-            {"vllm_config": {"lora_config": lora, "parallel_config": parallel, "model_config": {}}}
+            {"vllm_config": {"lora_config": lora, "parallel_config": parallel, "model_config": model}}
         )
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """TRL looks here for the length of a context, and ends at any answer but a good one."""
+        return await self._patiently(lambda last: self._forward(request, b"", {}, kept=() if last else PASSING))
+
+    async def _reports(self, last: bool) -> list[ReplicaReport]:
+        reports = [seen.report for seen in (await self._registry.fleet()).replicas.values()]
+        if not reports:
+            raise EngineUnavailable("no replica has reported", next_step="start agents, then the trainer")
+        return reports
+
+    async def _patiently(self, ask: Callable[[bool], Awaitable[T]]) -> T:
+        """What TRL asks once, and without a timeout: a fleet that has just been well may not be for a moment.
+
+        `ask` is told whether it is asked for the last time.
+        """
+        give_up_at = time.monotonic() + self._config.relay.promotion_timeout_s
+        while time.monotonic() < give_up_at:
+            try:
+                return await ask(False)
+            except (_NotPassedOn, EngineUnavailable, ControlUnavailable) as error:
+                log.info("will ask again: %s", error)
+                await asyncio.sleep(PAUSE_S)
+        return await ask(True)
 
     async def nothing(self, request: web.Request) -> web.Response:
         """Pause, resume and unload: the fleet neither pauses for a version nor lets a trainer unload one."""
         return web.json_response({"status": "ok"})
+
+    async def world_size(self, request: web.Request) -> web.Response:
+        """TRL reads no status of this one: the refusal is of the call after it, and that one is shown."""
+        return web.json_response({"world_size": 1})
+
+    async def no_merged_weights(self, request: web.Request) -> web.Response:
+        """TRL merges what it thinks no server can take as an adapter, or what is none, and sends all of the model."""
+        raise AdapterInvalid(
+            "TRL would send merged weights, and only adapters are published here",
+            next_step="train with peft_config=LoraConfig(...) of a kind vLLM serves; TRL's log says what is in the way",
+        )
 
     async def load(self, request: web.Request) -> web.Response:
         """Publish the directory, wait until the fleet serves it, and let TRL's name stand for it."""
@@ -208,16 +254,21 @@ class Relay:
                 path=str(directory),
                 root=str(self._root),
             )
+        # To its end, though nobody may wait for it any more: what is published cannot be called back.
+        alias = await asyncio.shield(self._load(call.lora_name, directory))
+        return web.Response(text=f"Success: LoRA adapter '{call.lora_name}' is {alias.version}.")
+
+    async def _load(self, name: str, directory: Path) -> Alias:
         async with self._loading:  # TRL sends one at a time; a repeat waits for the first
             publisher = self._publisher
-            alias = await self._publish(call.lora_name, directory)
+            alias = await self._publish(name, directory)
             if self._publisher is not publisher:
                 raise PublicationFailed("another trainer has begun since", version=alias.version)
-            self._aliases.pop(call.lora_name, None)
-            self._aliases[call.lora_name] = alias
+            self._aliases.pop(name, None)
+            self._aliases[name] = alias
             while len(self._aliases) > ALIASES:
                 del self._aliases[next(iter(self._aliases))]
-        return web.Response(text=f"Success: LoRA adapter '{call.lora_name}' is {alias.version}.")
+            return alias
 
     async def _publish(self, name: str, directory: Path) -> Alias:
         publisher = self._publisher
@@ -270,8 +321,8 @@ class Relay:
             asked["model"] = target = await self._living(version, anew=anew)
             marks = {SUBSTITUTED: name} if target != version or substituted else {}
             try:
-                return await self._forward(request, orjson.dumps(asked), marks, insist=anew)
-            except _Withdrawn:  # since the table was read
+                return await self._forward(request, orjson.dumps(asked), marks, kept=() if anew else WITHDRAWN)
+            except _NotPassedOn:  # withdrawn since the table was read
                 continue
         raise AssertionError("the second answer is passed on, whatever it is")
 
@@ -299,16 +350,16 @@ class Relay:
         return await self._forward(request, await request.read(), {})
 
     async def _forward(
-        self, request: web.Request, body: bytes, headers: dict[str, str], *, insist: bool = True
+        self, request: web.Request, body: bytes, headers: dict[str, str], *, kept: Collection[int] = ()
     ) -> web.StreamResponse:
-        """Pass a request and its answer on; unless `insist`, _Withdrawn when the version was."""
+        """Pass a request and its answer on; _NotPassedOn for one whose status is to be `kept`."""
         url = self._config.relay.router_url.rstrip("/") + request.path
         sent = {"content-type": request.content_type, **headers}
         response: web.StreamResponse | None = None
         try:
             async with self._session.request(request.method, url, data=body or None, headers=sent) as answer:
-                if answer.status in WITHDRAWN and not insist:
-                    raise _Withdrawn
+                if answer.status in kept:
+                    raise _NotPassedOn(f"{request.path}: {answer.status}")
                 passed = {name: answer.headers[name] for name in PASSED_ON if name in answer.headers}
                 response = web.StreamResponse(status=answer.status, headers={**passed, **headers})
                 response.content_length = answer.content_length
@@ -336,12 +387,12 @@ def _digest(directory: Path) -> str:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Our errors in the shape of vLLM's; an adapter that no engine can serve is 501."""
+    """Our errors in the shape of vLLM's; what no engine can serve as an adapter is 501."""
     try:
         response: web.StreamResponse = await handler(request)
         return response
     except AdapterSyncError as error:
-        unservable = isinstance(error, AdapterInvalid) and request.path == "/v1/load_lora_adapter"
+        unservable = isinstance(error, AdapterInvalid) and request.path in PUBLISHING
         status = 501 if unservable else error.http_status
         log.warning("%s %s: %s", request.method, request.path, error)
         body = {"error": {"message": str(error), "type": error.code, "param": None, "code": status}}

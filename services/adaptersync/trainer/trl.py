@@ -6,7 +6,8 @@
     trainer.train()
 
 A script for TRL changes the class and names the run; `args.vllm_server_base_url` is the router's address. The only
-module that touches TRL, which is loaded by importing this one. What it changes in TRL:
+module that knows how TRL works, which is loaded by importing this one; `seams` knows where TRL keeps what is used here.
+What it changes in TRL:
 
 - A sync gathers the adapter and saves it into a directory of its own; all else is done by the publisher's thread
   (`outgoing`). Nothing is paused and no server is told to load anything.
@@ -48,25 +49,27 @@ from adaptersync.trainer.asking import ask
 from adaptersync.trainer.conversations import Clocks, Conversation, Conversations, present
 from adaptersync.trainer.fates import Dropped, Written, tag, written
 from adaptersync.trainer.figures import Figures, Saving
+from adaptersync.trainer.leaving import leave_at_once
 from adaptersync.trainer.pace import Counts, Pace
 from adaptersync.trainer.publication import Publication
 from adaptersync.trainer.publisher import AdapterPublisher
 from adaptersync.trainer.samples import Samples
+from adaptersync.trainer.seams import (
+    AsyncGRPOConfig,
+    AsyncGRPOTrainer,
+    AsyncRolloutWorker,
+    _AsyncRolloutLoop,
+    async_grpo_trainer,
+    async_rollout_worker,
+    check_made,
+    check_seams,
+    gather_object,
+)
 from adaptersync.trainer.submissions import Submission
 from adaptersync_core.api_keys import bearer
 from adaptersync_core.config import Config, load_config
 from adaptersync_core.errors import AdapterSyncError, ConfigError, PublicationFailed, Unroutable
 from adaptersync_core.identity import check_run
-
-TRL_NEEDED = "adaptersync works with trl 1.16: pip install 'trl>=1.16,<1.17' 'peft>=0.19'"
-
-try:
-    from accelerate.utils import gather_object
-    from trl.experimental.async_grpo import AsyncGRPOConfig, async_grpo_trainer, async_rollout_worker
-    from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
-    from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
-except ImportError as error:
-    raise ImportError(f"{TRL_NEEDED} ({error})") from error
 
 logger = logging.getLogger(__name__)
 
@@ -86,40 +89,6 @@ COUNTED_AS = {
 DOOMED = "adaptersync/doomed_total"
 SHOWN = ("published", "promoted", "superseded", "rolled_back", "replaced", "failed")  # counts among TRL's metrics
 
-# What is overridden or replaced below. TRL keeps these under `experimental`, where any release may move them.
-SEAMS: dict[Any, tuple[str, ...]] = {
-    AsyncGRPOTrainer: (
-        "_init_lora_sync",
-        "_sync_weight",
-        "_sync_weight_lora",
-        "_save_checkpoint",
-        "_inner_training_loop",
-        "get_train_dataloader",
-        "log",
-    ),
-    AsyncRolloutWorker: ("_loop_cls", "start", "stop", "check_health", "update_model_version"),
-    _AsyncRolloutLoop: (
-        "_request_model",
-        "_generate_loop",
-        "_generate_one",
-        "_generate_one_turn",
-        "_post",
-        "_score_group",
-    ),
-    async_grpo_trainer: ("AsyncRolloutWorker", "save_lora_adapter", "validate_lora_for_vllm_sync"),
-    async_rollout_worker: ("is_vllm_available",),
-}
-
-
-def check_seams(seams: dict[Any, tuple[str, ...]] | None = None) -> None:
-    """ConfigError if the TRL that is installed is built another way than the one this module knows."""
-    seams = SEAMS if seams is None else seams
-    missing = [
-        f"{place.__name__}.{name}" for place, names in seams.items() for name in names if not hasattr(place, name)
-    ]
-    if missing:
-        raise ConfigError(f"this TRL has no {', '.join(missing)}", next_step=TRL_NEEDED)
-
 
 class RolloutLoop(_AsyncRolloutLoop):
     """TRL's rollout loop, in its process: pins conversations to versions and judges every answer."""
@@ -135,6 +104,10 @@ class RolloutLoop(_AsyncRolloutLoop):
             cut_off=self.environment_factories is None,  # one is reset where TRL begins a conversation, nowhere else
             on_doomed=self._count_doomed,
         )
+
+    def run(self) -> None:
+        super().run()
+        leave_at_once()
 
     def _count_doomed(self, conversation: Conversation) -> None:
         self._counters[DOOMED] += 1
@@ -322,6 +295,7 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         self._following = threading.Lock()
         with _our_rollout_worker(self._adaptersync.trainer.router_key_file):
             super().__init__(*args, **kwargs)
+        check_made(self)
         self._figures = Figures(inflight_max=self.args.max_inflight_tasks, queued_max=self.args.queue_maxsize)
         self._untold: deque[Submission] = deque(maxlen=UNTOLD)
         self._pace = self._new_pace(Counts())

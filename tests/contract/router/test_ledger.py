@@ -13,9 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from adaptersync.router import ledger
+from adaptersync.router.exchange import WHOLE_BYTES
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
-from adaptersync.router.proxy import WHOLE_BYTES
 from adaptersync_core.pipe import Pipe
 from adaptersync_core.registry import Registry
 from adaptersync_core.rollouts import FIELD, OPEN, UNKNOWN, Row, read_rollouts

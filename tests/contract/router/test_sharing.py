@@ -199,6 +199,17 @@ async def test_sequences_are_counted_and_given_back(cache_url: str) -> None:
     await pipe.close()
 
 
+async def test_a_version_that_leaves_while_a_request_is_routed_fails_nobody(cache_url: str) -> None:
+    pipe = Pipe(cache_url, name="test", timeout_s=2.0)
+    await pipe.connect()
+    ownership = Ownership(pipe, Keys("test"), router="left", policy="promise", spill=8, blocks_per_version=1000)
+    choice = await ownership.choose(arrival(("a" * 16,), ("r0", "r1"), 0))
+    await ownership.forget(())
+    await ownership.note(V1, (("b" * 16,),), choice, block_size=16)
+    assert (await ownership.choose(arrival(("b" * 16,), ("r0", "r1"), 0))).owned == 1
+    await pipe.close()
+
+
 async def test_a_router_that_is_alone_counts_sequences_too() -> None:
     pipe = Pipe("redis://127.0.0.1:1", name="test", timeout_s=0.1)
     ownership = Ownership(pipe, Keys("test"), router="left", policy="threshold", spill=2, blocks_per_version=1000)

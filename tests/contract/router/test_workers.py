@@ -119,7 +119,12 @@ async def test_what_was_told_never_goes_down_when_a_worker_is_killed_and_replace
     async with workers(fleet, tmp_path) as it:
         for round_ in range(1, 4):
             await _complete(fleet, 10)
-            told = [await _figures(fleet) for _ in range(8)]  # both have told what they counted
+
+            async def all_told(count: int = 10 * round_) -> bool:
+                return all([(await _figures(fleet))[SERVED] == count for _ in range(8)])
+
+            await wait_until(all_told, timeout_s=10.0)  # who is killed takes along what it had not told
+            told = [await _figures(fleet) for _ in range(8)]
             before = {name: max(each.get(name, 0.0) for each in told) for name in told[0]}
             victim = min(it.pids())
             os.kill(victim, signal.SIGKILL)

@@ -15,7 +15,7 @@ BY_NAME = {load.name: load for load in LOADS}
 
 
 def test_what_is_promised_is_kept_and_the_former_rule_would_not_keep_it() -> None:
-    result = run(Settings(requests=6000, rounds=2))
+    result = run(Settings(requests=6000, rounds=1))
     assert [target.name for target in result.targets if not target.kept] == []
     found = {(each.load, each.policy): each for each in result.outcomes}
     assert len(found) == len(result.outcomes) == len(get_args(Policy)) * len(LOADS)

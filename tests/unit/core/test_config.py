@@ -137,6 +137,7 @@ def test_foreign_variables_are_left_alone() -> None:
         ("[redis]\ncache_url = 'x:6379'\n", "redis.cache_url"),
         ("[router]\nport = 65536\n", "0 to 65535 (key=router.port"),
         ("[relay]\nport = 99999\n", "relay.port"),
+        ("[relay]\nmax_inflight = 0\n", "relay.max_inflight"),
     ],
     ids=ascii,
 )

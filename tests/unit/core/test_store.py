@@ -56,6 +56,33 @@ def test_what_was_published_can_be_read(store: ArtifactStore, source: Path, tmp_
     assert tree(out) == {name: (source / name).read_bytes() for name in FILES}
 
 
+def test_a_version_is_removed_whole(store: ArtifactStore, tmp_path: Path) -> None:
+    manifests = [stored(store, tmp_path, seq=seq) for seq in (1, 2)]
+    store.remove(manifests[0].adapter_id)
+    store.remove(manifests[0].adapter_id)
+    assert store.versions_of("run") == [manifests[1].adapter_id]
+    assert [path.name for path in (store.root / "run").iterdir()] == [manifests[1].adapter_id]
+
+
+def test_half_a_removal_hides_the_version_and_is_finished_later(
+    store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = stored(store, tmp_path)
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            store.remove(manifest.adapter_id)
+    assert list(store.versions()) == []
+    (left,) = (store.root / "run").iterdir()
+    os.utime(left, (1, 1))
+    store.tidy("run")
+    assert not left.exists()
+
+
 def test_a_repeat_changes_nothing(store: ArtifactStore, source: Path) -> None:
     manifest = manifest_of(source)
     place = store.publish(manifest, source)

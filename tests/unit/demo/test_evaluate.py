@@ -52,7 +52,13 @@ async def test_accuracy_is_the_share_of_right_answers_by_what_was_served() -> No
     async with pupil() as url:
         result = await evaluate(url, "sums", problems)
     careful = sum(not problem.carries for problem in problems) / len(problems)
-    assert result == {"model": "sums", "greedy": 1.0, "sampled": careful, "served": ["sums-v3-0123456789ab"]}
+    assert result == {
+        "model": "sums",
+        "problems": 200,
+        "greedy": 1.0,
+        "sampled": careful,
+        "served": ["sums-v3-0123456789ab"],
+    }
 
 
 async def test_a_model_that_is_not_served_is_an_error_with_the_routers_reason() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from adaptersync_tools.simulator.engine import EngineConfig
 from adaptersync_tools.simulator.http import Simulator, SimulatorConfig, serving
@@ -152,6 +153,29 @@ async def test_a_client_that_goes_away_frees_its_blocks() -> None:
             await asyncio.wait_for(client.complete(max_tokens=100), 0.1)
         await wait_until(lambda: client.simulator.engine.running == 0)
         assert client.simulator.engine.cache.reset()
+
+
+async def test_a_stream_that_cannot_be_written_any_more_ends_without_a_word(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client has gone, and the server tries to write before it is told."""
+    write, written = web.StreamResponse.write, 0
+
+    async def closing(self: web.StreamResponse, data: bytes) -> None:
+        nonlocal written
+        written += 1
+        if written > 3:
+            raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+        await write(self, data)
+
+    async with running(latency=Latency(decode_tokens_per_s=200)) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(web.StreamResponse, "write", closing)
+            body = {"model": "base", "prompt": PROMPT, "max_tokens": 1000, "stream": True, "n": 2}
+            await client.post("/v1/completions", body)
+        await wait_until(lambda: client.simulator.engine.running == 0)
+        assert (await client.complete())[0] == 200
+    assert caplog.text == ""
 
 
 async def test_pause_keep_holds_and_resume_goes_on() -> None:

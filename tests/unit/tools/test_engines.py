@@ -7,7 +7,7 @@ from pathlib import Path
 
 from adaptersync.engine.audit import Auditor
 from adaptersync.engine.door import TOKEN_FILE, Door
-from adaptersync_tools.engines import EngineSettings, EventPorts, simulator_spec, vllm_spec
+from adaptersync_tools.engines import EngineSettings, EventPorts, plain_spec, simulator_spec, vllm_spec
 
 EVENTS = EventPorts(events=9101, replay=9102)
 TOKEN = Path("/state/replica-0.token")
@@ -41,6 +41,20 @@ def test_every_engine_has_our_door_and_our_auditor() -> None:
     simulated = simulator_spec(SETTINGS, number=0, port=9001, token_file=TOKEN).command
     assert value(simulated, "--worker-extension-cls") == value(real.command, "--worker-extension-cls")
     assert value(simulated, "--token-file") == str(TOKEN)
+
+
+def test_the_server_that_trl_works_with_alone_is_a_replica_without_what_is_ours() -> None:
+    replica = vllm_spec(SETTINGS, number=0, replicas=1, port=9001, gpus=0, token_file=TOKEN, event_ports=EVENTS)
+    plain = plain_spec(SETTINGS, port=9001, gpus=0)
+    added = [part for part in replica.command if part not in plain.command]
+    assert {part for part in added if part.startswith("--")} == {
+        "--enable-prompt-tokens-details",
+        "--kv-events-config",
+        "--middleware",
+        "--worker-extension-cls",
+    }
+    assert [part for part in replica.command if part not in added] == list(plain.command)
+    assert plain.environment == {name: value for name, value in replica.environment.items() if name != TOKEN_FILE}
 
 
 def test_every_engine_says_on_the_loopback_what_it_caches() -> None:

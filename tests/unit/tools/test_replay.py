@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from adaptersync.router.policy import Policy
 from adaptersync_core.blocks import BY_BYTES
 from adaptersync_core.rollouts import Row
 from adaptersync_tools import replay
-from adaptersync_tools.replay import LATE_S, Order, Presence, Replay
+from adaptersync_tools.replay import LATE_S, Figures, Order, Presence, Replay
 
 
 def row(
@@ -28,6 +29,17 @@ def row(
         run="run-a",
         **more,
     )
+
+
+def replayed(rows: list[Row], *policies: Policy) -> list[Figures]:
+    """As it was recorded, and by each policy."""
+    presence = Presence()
+    for each in rows:
+        presence.read(each)
+    made = Replay(presence, policies, spill=8)
+    for each in rows:
+        made.read(each)
+    return made.figures()
 
 
 def order_of(rows: list[Row]) -> list[str]:
@@ -99,13 +111,7 @@ def test_what_was_cached_at_one_rank_was_not_at_another() -> None:
     other = row("b", 11.0, rank=1, blocks=4, chain="00000000000000b4", routing="cold", owned_blocks=0)
     again = row("c", 12.0, rank=1, blocks=4, chain="00000000000000a4", routing="spill", owned_blocks=0)
     stays = row("d", 13.0, rank=1, blocks=4, chain="00000000000000b4", routing="affinity", owned_blocks=4)
-    presence, rows = Presence(), [first, other, again, stays]
-    for each in rows:
-        presence.read(each)
-    made = Replay(presence, ("threshold",), spill=8)
-    for each in rows:
-        made.read(each)
-    recorded, anew = made.figures()
+    recorded, anew = replayed([first, other, again, stays], "threshold")
     assert (recorded.warm_percent, anew.warm_percent) == (25.0, 50.0)
     assert anew.elsewhere >= 1
 
@@ -124,14 +130,7 @@ def test_prompts_meet_where_they_part_and_not_in_their_template() -> None:
         owned_blocks=6,
     )
     apart = row("d", 13.0, blocks=4, boilerplate=3, chain="00000000000000d4", routing="cold", owned_blocks=0)
-    presence = Presence()
-    rows = [first, again, more, apart, row("e", 14.0, replica="r1")]
-    for each in rows:
-        presence.read(each)
-    made = Replay(presence, ("promise",), spill=8)
-    for each in rows:
-        made.read(each)
-    recorded, anew = made.figures()
+    recorded, anew = replayed([first, again, more, apart, row("e", 14.0, replica="r1")], "promise")
     warm = 100 * (0 + 8 + 8 + 3) / (8 + 8 + 12 + 4)
     assert recorded.warm_percent == anew.warm_percent == pytest.approx(warm, abs=0.01)
 
@@ -152,13 +151,7 @@ def test_by_expected_a_prompt_goes_past_one_that_is_prefilled(
     long = row("a", 10.0, 0.1, blocks=1000, chain=f"{0:014x}{end}", routing="cold", owned_blocks=0, block_size=size)
     short = row("b", at, 0.1, blocks=4, chain="00000000000000b4", routing="cold", owned_blocks=0, block_size=size)
     short.replica = "r1"
-    presence = Presence()
-    for each in (long, short):
-        presence.read(each)
-    made = Replay(presence, ("promise", "expected"), spill=8)
-    for each in (long, short):
-        made.read(each)
-    _, promise, expected = made.figures()
+    _, promise, expected = replayed([long, short], "promise", "expected")
     assert {each.policy: each.elsewhere for each in (promise, expected)} == elsewhere
     assert (promise.tokens_per_s, expected.tokens_per_s) == (None, 8000)
 

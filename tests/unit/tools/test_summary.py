@@ -68,9 +68,31 @@ def test_each_fault_is_an_objection(changes: dict[str, Any], objection: str) -> 
     assert objection in found
 
 
-def test_the_control_need_not_learn() -> None:
+def held_out(before: float, after: float) -> list[summary.HeldOut]:
+    shares = (("base", before), ("quickstart", after))
+    return [summary.HeldOut(model=model, problems=400, greedy=0.3, sampled=share) for model, share in shares]
+
+
+def test_the_control_need_not_learn_and_must_not() -> None:
     flat = [{**step, "reward": 0.5} for step in RISING]
     assert objections(reward_function="coin", steps=flat) == []
+    assert objections(reward_function="coin", steps=flat, held_out=held_out(0.4, 0.42)) == []
+    assert objections(reward_function="coin", steps=flat, held_out=held_out(0.4, 0.2)) == []
+    (found,) = objections(reward_function="coin", steps=flat, held_out=held_out(0.4, 0.55))
+    assert found == "the control learnt: held-out answers rose by 4.3 standard errors"
+
+
+def test_what_is_learnt_shows_in_problems_nobody_was_trained_on() -> None:
+    assert objections(held_out=held_out(0.4, 0.8)) == []
+    (found,) = objections(held_out=held_out(0.4, 0.45))
+    assert found.startswith("held-out answers rose by 1.4 standard errors")
+    assert objections(steps=RISING[:19], wanted_steps=19, held_out=held_out(0.4, 0.4)) == []  # too few to learn
+
+
+def test_the_error_of_a_share_is_that_of_as_many_coins() -> None:
+    assert held_out(0.5, 0.5)[0].error == pytest.approx(0.025)
+    assert summary.held_out_gain(held_out(0.5, 0.5 + 0.025 * 2**0.5)) == pytest.approx(1.0, rel=0.01)
+    assert summary.held_out_gain(held_out(0.5, 0.6)[:1]) is None
 
 
 def test_reward_compares_ends_in_standard_errors() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,3 +68,26 @@ time.sleep(60)
             service = supervisor.start(spec(name, code.format(told=str(told), name=name), tier=tier))
             wait_until_sync(lambda service=service: "up" in service.log_path.read_text(), timeout_s=20)  # type: ignore[misc]
     assert told.read_text().split() == ["service", "engine", "server"]
+
+
+def test_what_is_away_stays_away_until_it_is_to_come_back(supervisor: Supervisor) -> None:
+    """Meanwhile the others are watched as ever."""
+    code = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); print('up', flush=True)"
+    service = supervisor.start(spec("sleeps", f"{code}; time.sleep(60)"))
+    wait_until_sync(lambda: "up" in service.log_path.read_text(), timeout_s=20)
+    with supervisor.away("sleeps", signal.SIGTERM):
+        assert service.returncode == 5  # in order, by the signal that was asked for
+        other = supervisor.start(spec("falls", "raise SystemExit(3)"))
+        wait_until_sync(lambda: other.restarts > 1, timeout_s=20)
+        assert (service.pid, service.restarts) == (None, 0)
+    assert service.restarts == 1
+    wait_until_sync(lambda: service.log_path.read_text().count("up") == 2, timeout_s=20)
+    assert not service.given_up
+
+
+def test_what_is_away_when_all_is_stopped_does_not_come_back(tmp_path: Path) -> None:
+    with Supervisor(tmp_path / "logs") as supervisor:
+        service = supervisor.start(spec("sleeps", "import time; time.sleep(60)"))
+        with supervisor.away("sleeps"):
+            supervisor.stop()
+    assert (service.pid, service.restarts) == (None, 0)

@@ -49,7 +49,8 @@ def test_log_probabilities_of_packed_samples_equal_those_of_each_alone(
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
-    from trl.experimental.async_grpo import async_grpo_trainer, packing
+
+    from adaptersync.trainer.seams import async_grpo_trainer, packing
 
     monkeypatch.setattr(packing, "_flash_attn", packing._flash_attn)  # both put back at the end
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", None)
@@ -88,7 +89,8 @@ def test_log_probabilities_of_packed_samples_equal_those_of_each_alone(
 
 def test_a_machine_with_a_gpu_is_left_alone(trl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
-    from trl.experimental.async_grpo import packing
+
+    from adaptersync.trainer.seams import packing
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = packing._flash_attn

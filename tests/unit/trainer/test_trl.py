@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import web
 
-from adaptersync.trainer.conversations import Conversation, Conversations, present
-from adaptersync.trainer.fates import Dropped
+from adaptersync.trainer.conversations import Conversation, present
 from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, ConfigError, NameInvalid, PublicationFailed, Unroutable
 from adaptersync_core.identity import adapter_id
 from support.publications import FakePublisher
-from support.rollouts import DiesBeforeItIsReady, FillsQueues, SaysClocks, StubWorker
+from support.rollouts import DiesBeforeItIsReady, FillsQueues, SaysClocks, StubWorker, one_turn, rollout_loop
 from support.trainers import BATCH, RUN
 from support.wait import wait_until_sync
 
@@ -74,31 +72,16 @@ async def loop_on(trl: ModuleType, fleet: Fleet, promoted: int) -> AsyncIterator
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-    loop = trl.RolloutLoop.__new__(trl.RolloutLoop)
-    loop.lora_name = RUN
-    loop.vllm_server_url = f"http://127.0.0.1:{port}"
-    loop._model_version_value = SimpleNamespace(value=promoted, oldest=0)
-    loop._counters = defaultdict(float)
-    loop._written_by = {}
-    loop._dropped = Dropped()
-    loop._shown = {"Authorization": "Bearer as-key"}
-    loop._conversations = Conversations(loop._model_version_value, cut_off=True, on_doomed=loop._count_doomed)
-    loop.max_tokens, loop.temperature, loop.top_p, loop.top_k, loop.min_p = 8, 1.0, 1.0, 0, None
-    loop.repetition_penalty, loop.request_timeout = 1.0, 5
-    async with ClientSession() as loop.session:
+    shown = {"Authorization": "Bearer as-key"}
+    async with rollout_loop(trl, f"http://127.0.0.1:{port}", RUN, promoted, shown) as loop:
         yield loop
     await runner.cleanup()
-
-
-async def one_turn(trl: ModuleType, loop: Any) -> Any:
-    present.set(Conversation(asks=loop.model_version))
-    return await loop._generate_one_turn([1, 2, 3])
 
 
 async def test_a_turn_asks_for_the_promoted_version_by_run_and_number(trl: ModuleType) -> None:
     fleet = Fleet(served())
     async with loop_on(trl, fleet, promoted=7) as loop:
-        assert await one_turn(trl, loop) == ([15, 2], [-0.5, -0.1])
+        assert await one_turn(loop) == ([15, 2], [-0.5, -0.1])
     assert (fleet.asked, fleet.shown) == (["sums@v7"], ["Bearer as-key"])
 
 
@@ -132,7 +115,7 @@ async def test_a_conversation_keeps_its_version_and_its_rows_carry_it(
 async def test_an_answer_by_another_version_is_thrown_away_and_asked_for_again(trl: ModuleType) -> None:
     fleet = Fleet(served(6), served())
     async with loop_on(trl, fleet, promoted=7) as loop:
-        assert (await one_turn(trl, loop))[0] == [15, 2]
+        assert (await one_turn(loop))[0] == [15, 2]
         assert loop._counters == {"adaptersync/served_mismatch_total": 1}
     assert fleet.asked == ["sums@v7", "sums@v7"]
 
@@ -144,7 +127,7 @@ async def test_a_fleet_that_keeps_answering_with_another_version_fails_the_run(
     fleet = Fleet(served(6))
     async with loop_on(trl, fleet, promoted=7) as loop:
         with pytest.raises(Unroutable, match=r"sums-v6-a{12} answered instead .*model=sums@v7 attempts=3"):
-            await one_turn(trl, loop)
+            await one_turn(loop)
     assert len(fleet.asked) == 3
 
 
@@ -173,7 +156,7 @@ async def test_what_a_voided_version_wrote_is_asked_for_again_from_the_one_befor
 async def test_a_busy_fleet_is_asked_again_when_it_says(trl: ModuleType) -> None:
     fleet = Fleet(refused(503, **{"Retry-After": "0"}), refused(502), served())
     async with loop_on(trl, fleet, promoted=7) as loop:
-        await one_turn(trl, loop)
+        await one_turn(loop)
         assert loop._counters == {"rollout/vllm_retry_total": 2}
 
 
@@ -186,7 +169,7 @@ async def test_what_is_no_whole_completion_is_asked_for_again(trl: ModuleType) -
         served(),
     )
     async with loop_on(trl, fleet, promoted=7) as loop:
-        assert (await one_turn(trl, loop))[0] == [15, 2]
+        assert (await one_turn(loop))[0] == [15, 2]
         assert loop._counters == {"rollout/vllm_retry_total": 3}
 
 
@@ -194,7 +177,7 @@ async def test_a_request_the_router_refuses_fails_at_once_with_its_reason(trl: M
     fleet = Fleet(refused(422))
     async with loop_on(trl, fleet, promoted=7) as loop:
         with pytest.raises(Unroutable, match="sums@v7 refused"):
-            await one_turn(trl, loop)
+            await one_turn(loop)
     assert len(fleet.asked) == 1
 
 
@@ -203,7 +186,7 @@ async def test_patience_with_a_fleet_that_is_away_has_an_end(trl: ModuleType) ->
     async with loop_on(trl, fleet, promoted=7) as loop:
         loop.request_timeout = 0.6
         with pytest.raises(Unroutable, match="attempts=2"):
-            await one_turn(trl, loop)
+            await one_turn(loop)
 
 
 # --- the process ------------------------------------------------------------------------------------------------------
@@ -324,16 +307,6 @@ def test_arguments_that_cannot_be_sent_are_named(worker: Any) -> None:
 
 
 # --- the trainer ------------------------------------------------------------------------------------------------------
-
-
-def test_another_trl_is_refused_with_what_to_install(trl: ModuleType) -> None:
-    trl.check_seams()
-
-    class AnotherTrainer:
-        _sync_weight = None
-
-    with pytest.raises(ConfigError, match=r"no AnotherTrainer\._sync_weight_lora; .*pip install 'trl>=1\.16,<1\.17'"):
-        trl.check_seams({AnotherTrainer: ("_sync_weight", "_sync_weight_lora")})
 
 
 def test_the_trainers_clock_is_what_was_published_and_the_workers_what_was_promoted(

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from adaptersync.router.asked import Asked
 from adaptersync.router.ownership import Arrival, Ownership
-from adaptersync.router.policy import Policy
+from adaptersync.router.policy import Policy, turn_of
 from adaptersync.router.prompts import Reader
 from adaptersync_core.blocks import block_hashes
 from adaptersync_core.config import GroupSection, RouterSection
@@ -134,7 +134,7 @@ class _Bench:
                         version=version,
                         hashes=hashes,
                         candidates=candidates,
-                        turn=int(hashes[-1][:7], 16),
+                        turn=turn_of(hashes[-1]),
                         block_size=BLOCK_SIZE,
                     )
                 )

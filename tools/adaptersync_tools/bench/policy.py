@@ -17,7 +17,7 @@ from msgspec import Struct
 from rich.text import Text
 
 from adaptersync.router.books import Books
-from adaptersync.router.policy import Policy
+from adaptersync.router.policy import Policy, turn_of
 from adaptersync.router.queues import SECOND_US
 from adaptersync_core.blocks import block_hashes
 from adaptersync_tools.bench.result import Target
@@ -196,7 +196,7 @@ def simulate(load: Load, policy: Policy, settings: Settings, seed: int) -> Outco
         there = replicas[1:] if load.away and third <= number < 2 * third else replicas
         if load.away and number == 2 * third:
             seen[replicas[0]].clear()
-        turn = int(hashes[-1][:7], 16) if hashes else number
+        turn = turn_of(hashes[-1]) if hashes else number
         choice = books.route(hashes, there, turn, now_us=int(now * SECOND_US), tokens=size)
         chosen = choice.replica
         outcomes[choice.outcome] += 1

@@ -1,6 +1,6 @@
 """Break a simulated fleet for a while, in every part and at every moment, and watch whether its promises hold.
 
 `plan` says what breaks when, from a seed; `strike` does it; `traffic` asks as rollout workers do; `watch` reads the
-events, `history` and `names` judge by them; `probe` looks at the replicas past the router; `calm` knows when all is
-well again; `drive` puts them together; `report` is what comes of it. Run it as `tools/chaos`.
+events, `history` and `names` judge by them; `probe` looks at the replicas past the router; `drive` puts them together;
+`report` is what comes of it. Run it as `tools/chaos`.
 """

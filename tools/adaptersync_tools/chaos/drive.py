@@ -20,7 +20,7 @@ from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.rollouts import decode
 from adaptersync_core.store import ArtifactStore, verify_files
-from adaptersync_tools.chaos.calm import Calm
+from adaptersync_tools.calm import Calm
 from adaptersync_tools.chaos.history import History, Rollout, Violation
 from adaptersync_tools.chaos.names import Names
 from adaptersync_tools.chaos.plan import faults
@@ -87,7 +87,7 @@ def run(
             stack.supervisor.start(
                 Spec(
                     name=f"trainer-{name}",
-                    command=python("adaptersync_tools.chaos.trainer", "--run", name),
+                    command=python("adaptersync_tools.demo.publishing", "--run", name),
                     environment={"ADAPTERSYNC_CONFIG": str(stack.config_path)},
                     tier=CLIENT_TIER,
                 )

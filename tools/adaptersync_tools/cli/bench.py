@@ -244,6 +244,78 @@ def engine(
 
 @bench.command()
 @json_option
+@click.option("--steps", type=click.IntRange(1, 10_000), default=60, show_default=True, help="Of each training.")
+@click.option("--repeats", type=click.IntRange(1, 100), default=2, show_default=True, help="Trainings by each way.")
+@click.option("--replicas", type=click.IntRange(1, 16), default=2, show_default=True, help="vLLM servers of ours.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the first; then one more each.")
+@click.option(
+    "--max-staleness",
+    type=click.IntRange(0, 16),
+    default=2,
+    show_default=True,
+    help="As TRL's setting: how many versions old a sample may be.",
+)
+@click.option(
+    "--models",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("runs/quickstart"),
+    show_default=True,
+    help="Where the quickstart's base model is kept, made once.",
+)
+@click.option(
+    "--png",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("runs/training.png"),
+    show_default=True,
+    help="Picture of the curves, where matplotlib is installed.",
+)
+@keep_option
+def training(
+    as_json: bool,
+    steps: int,
+    repeats: int,
+    replicas: int,
+    seed: int,
+    max_staleness: int,
+    models: Path,
+    png: Path,
+    keep: Path | None,
+) -> int:
+    """Train the same by TRL alone and by TRL with a fleet.
+
+    The quickstart's task. TRL's own trainer with its own sync (pause, load, resume) on one vLLM, then
+    AdapterSyncGRPOTrainer on a fleet, and so on in turn: the same cores, seeds and settings, each with servers of its
+    own. Promised: the reward is the same within noise in each third of the steps, TRL's ratio as close to 1, a sync
+    blocks the trainer for the save alone, no server is paused, and no answer comes from another version than was asked
+    for.
+
+    Noise is a standard error, the larger of what steps and what runs scatter; three of them may lie between. Where that
+    would hide half of what was learnt, the comparison says nothing, and fails.
+
+    \b
+    Examples:
+      adaptersync bench training                      # about a quarter of an hour on two cores
+      adaptersync bench training --repeats 4 --json | jq .parts
+    """
+    from adaptersync_tools.bench import training as measured
+    from adaptersync_tools.bench.training_report import draw, show_more
+
+    settings = measured.Settings(
+        steps=steps, repeats=repeats, replicas=replicas, seed=seed, max_staleness=max_staleness
+    )
+    with workplace(keep, in_memory=True) as (directory, narrator):
+        result = measured.run(settings, base_model(models, directory, narrator), directory, narrator)
+    drawn = draw(result, png)
+    status = show(result, as_json=as_json)
+    if not as_json:
+        show_more(result)
+        if drawn:
+            console().print(f"curves  {png}")
+    return status
+
+
+@bench.command()
+@json_option
 @engine_options
 @click.option("--prompts", type=click.IntRange(1, 100_000), default=64, show_default=True, help="Different ones.")
 @click.option("--completions", type=click.IntRange(1, 256), default=8, show_default=True, help="Of each prompt.")

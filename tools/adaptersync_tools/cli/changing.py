@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +15,7 @@ from rich.text import Text
 from adaptersync_core.errors import AdapterInvalid, ControlError, ControlUnavailable, NameInvalid, PublicationFailed
 from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.keys import TRAINER_ALIVE_S
-from adaptersync_core.queue import enqueue_verification
+from adaptersync_core.queue import Jobs
 from adaptersync_core.records import Request
 from adaptersync_core.registry import Registry
 from adaptersync_core.table import RunEntry, Table
@@ -198,7 +199,8 @@ def verify(version: str, config_path: Path | None, as_json: bool, timeout_s: flo
         return float(record.get("verified_at", 0)), record
 
     before, _ = visit(config, look)
-    enqueue_verification(config, version)
+    with contextlib.closing(Jobs(config)) as jobs:
+        jobs.verify(version)
 
     async def wait(registry: Registry) -> dict[str, str]:
         deadline = time.monotonic() + timeout_s

@@ -2,8 +2,9 @@
 
     python -m adaptersync_tools.demo.evaluate base my-run
 
-prints one JSON line per model: the share of exactly right answers, greedy and sampled at temperature 1, and which
-version answered. It asks as any client would, so it measures what the fleet serves, not what the trainer holds.
+prints one JSON line per model: how many problems there were, what its answers would have been rewarded with, greedy and
+sampled at temperature 1 (of sums, that is the share of right ones), and which version answered. It asks as any client
+would, so it measures what the fleet serves, not what the trainer holds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,27 +20,30 @@ import msgspec
 
 from adaptersync_core.config import load_config
 from adaptersync_core.errors import AdapterSyncError, Unroutable
-from adaptersync_tools.demo.task import ANSWER_CHARS, Problem, draw
-from adaptersync_tools.demo.tokenizer import build
-from adaptersync_tools.demo.warmup import answer_ids, prompts
+from adaptersync_tools.demo import rewards
+from adaptersync_tools.demo.lessons import CARRY, LESSONS, Lesson
+from adaptersync_tools.demo.task import Problem, draw
 
 AT_ONCE = 32
 TIMEOUT_S = 60.0
 
 
-async def evaluate(url: str, model: str, problems: list[Problem]) -> dict[str, Any]:
-    """`{"model", "greedy", "sampled", "served"}`; Unroutable when the router does not answer for the model."""
-    tokenizer = build()
-    asked = prompts(tokenizer, problems)
-    wanted = [answer_ids(tokenizer, problem.answer) for problem in problems]
+async def evaluate(
+    url: str, model: str, problems: list[Problem], lesson: Lesson = CARRY, base: Path = Path()
+) -> dict[str, Any]:
+    """What `main` prints of a model; Unroutable when the router does not answer for it."""
+    tokenizer = lesson.tokenizer(base)
+    reward = getattr(rewards, lesson.reward)
+    chats = [[{"role": "user", "content": lesson.ask(problem)}] for problem in problems]
+    asked = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
     served: set[str] = set()
     slots = asyncio.Semaphore(AT_ONCE)
 
-    async def right(session: aiohttp.ClientSession, number: int, temperature: float) -> bool:
+    async def rewarded(session: aiohttp.ClientSession, number: int, temperature: float) -> float:
         request = {
             "model": model,
             "prompt": asked[number],
-            "max_tokens": ANSWER_CHARS + 1,
+            "max_tokens": lesson.answer_tokens,
             "temperature": temperature,
             "seed": number,
             "return_token_ids": True,
@@ -49,27 +54,32 @@ async def evaluate(url: str, model: str, problems: list[Problem]) -> dict[str, A
                 raise Unroutable(raw[:200].decode(errors="replace"), status=response.status, model=model)
             body = msgspec.json.decode(raw)
             served.add(body["model"])
-            return bool(body["choices"][0]["token_ids"] == wanted[number])
+            text = tokenizer.decode(body["choices"][0]["token_ids"], skip_special_tokens=True)
+            return float(reward([text], answer=[lesson.solve(problems[number])])[0])
 
-    async def share_right(session: aiohttp.ClientSession, temperature: float) -> float:
-        answers = await asyncio.gather(*(right(session, number, temperature) for number in range(len(problems))))
+    async def mean(session: aiohttp.ClientSession, temperature: float) -> float:
+        answers = await asyncio.gather(*(rewarded(session, number, temperature) for number in range(len(problems))))
         return round(sum(answers) / len(answers), 4)
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
-        greedy = await share_right(session, 0.0)
-        sampled = await share_right(session, 1.0)
-    return {"model": model, "greedy": greedy, "sampled": sampled, "served": sorted(served)}
+        greedy = await mean(session, 0.0)
+        sampled = await mean(session, 1.0)
+    told = {"model": model, "problems": len(problems), "greedy": greedy, "sampled": sampled}
+    return {**told, "served": sorted(served)}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure served models on held-out problems.")
     parser.add_argument("models", nargs="+", help="run, version or base model, as the router knows it")
-    parser.add_argument("--problems", type=int, default=500)
+    parser.add_argument("--lesson", choices=sorted(LESSONS), default="carry")
+    parser.add_argument("--base", type=Path, default=Path(), help="the base model, for its tokenizer")
+    parser.add_argument("--problems", type=int, help="by default as many as the lesson has")
     options = parser.parse_args(argv)
     try:
-        url = load_config().trainer.router_url
+        url, lesson = load_config().trainer.router_url, LESSONS[options.lesson]
+        problems = draw("test", options.problems or lesson.problems, seed=7)
         for model in options.models:
-            result = asyncio.run(evaluate(url, model, draw("test", options.problems, seed=7)))
+            result = asyncio.run(evaluate(url, model, problems, lesson, options.base))
             print(msgspec.json.encode(result).decode(), flush=True)
     except AdapterSyncError as error:
         print(f"evaluation failed: {error}", file=sys.stderr)

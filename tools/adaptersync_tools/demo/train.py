@@ -5,6 +5,9 @@
 One JSON line of figures per step goes to `OUT/steps.jsonl` as it happens, a summary to `OUT/summary.json` at the end.
 The router's address and the fleet's settings come from the usual file and environment. Exits non-zero with one line
 on standard error when training fails.
+
+With `--plain URL` the same is trained by TRL's own trainer and its own sync, against the one vLLM at that address: what
+this project is compared with.
 """
 
 from __future__ import annotations
@@ -15,25 +18,23 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import msgspec
 
 from adaptersync_core.errors import AdapterSyncError
 from adaptersync_tools.demo import rewards
-from adaptersync_tools.demo.task import ANSWER_CHARS, draw
-
-if TYPE_CHECKING:
-    from adaptersync.trainer.trl import AdapterSyncGRPOTrainer
+from adaptersync_tools.demo.lessons import LESSONS
+from adaptersync_tools.demo.task import draw
 
 GENERATIONS = 8  # answers per problem: the group GRPO compares
-SAMPLES = 128  # answers per step, sixteen problems
 PROBLEMS = 4000
 
 # TRL's name → ours, for the figures of a step. `ahead`: publications the trainer is ahead of the fleet; `behind`: those
 # the oldest sample trained on was behind the trainer.
 FIGURES = {
     "reward": "reward",
+    "rewards/exact": "right",
     "ratio": "ratio",
     "kl": "kl",
     "entropy": "entropy",
@@ -42,6 +43,7 @@ FIGURES = {
     "perf/fwd_bwd_s": "fwd_bwd_s",
     "perf/rollout_wait_s": "rollout_wait_s",
     "perf/weight_sync_s": "sync_s",
+    "perf/weight_sync_pause_s": "pause_s",
     "perf/weight_sync_transfer_s": "save_s",
     "adaptersync/promotion_wait_s": "promotion_wait_s",
     "adaptersync/ahead_max": "ahead",
@@ -62,6 +64,7 @@ FIGURES = {
 COUNTED = frozenset(
     {"dropped_stale", "retries", "served_mismatch", "repinned", "doomed"}
 )  # TRL leaves a count of 0 out
+COUNTED_ONLY = f"rewards/{rewards.right_unrewarded.__name__}"
 WHOLE = COUNTED | {"ahead", "behind", "published", "promoted", "superseded", "rolled_back", "replaced", "failed"}
 
 
@@ -74,6 +77,8 @@ def figures(logs: dict[str, Any], step: int, seconds: float) -> dict[str, Any]:
             value = 0
         if value is not None:
             line[ours] = int(value) if ours in WHOLE else round(value, 5)
+    if COUNTED_ONLY in logs:
+        line["right"] = round(logs[COUNTED_ONLY] / rewards.UNREWARDED, 5)
     return line
 
 
@@ -96,45 +101,46 @@ def train(options: argparse.Namespace) -> None:
         trainer.add_callback(_reporter(steps, time.monotonic()))
         result = trainer.train()
     trainer.save_model(str(options.out / "adapter"))
-    newest = trainer.last_publication
-    counts = trainer.counts
     summary = {
         "run": options.run,
         "steps": result.global_step,
         "seconds": round(time.monotonic() - started, 1),
         "train_seconds": round(result.metrics["train_runtime"], 1),
-        "adapter_id": newest.adapter_id if newest else None,
-        "counts": {name: getattr(counts, name) for name in counts.__slots__},
     }
+    if not options.plain:
+        newest, counts = trainer.last_publication, trainer.counts
+        summary["adapter_id"] = newest.adapter_id if newest else None
+        summary["counts"] = {name: getattr(counts, name) for name in counts.__slots__}
     (options.out / "summary.json").write_bytes(msgspec.json.encode(summary))
 
 
-def _trainer(options: argparse.Namespace, on_cpu: bool) -> AdapterSyncGRPOTrainer:
+def _trainer(options: argparse.Namespace, on_cpu: bool) -> Any:
+    """Ours, or TRL's: with the same arguments, but for what only one of them takes."""
     from datasets import Dataset
     from peft import LoraConfig
-    from trl.experimental.async_grpo import AsyncGRPOConfig
 
-    from adaptersync.trainer.trl import AdapterSyncGRPOTrainer
-    from adaptersync_tools.demo.tokenizer import build
+    from adaptersync.trainer.seams import AsyncGRPOConfig, AsyncGRPOTrainer
 
+    lesson = LESSONS[options.lesson]
+    reward = options.reward or lesson.reward
     problems = draw("train", PROBLEMS, seed=100 + options.seed)
     dataset = Dataset.from_dict(
         {
-            "prompt": [[{"role": "user", "content": p.question}] for p in problems],
-            "answer": [p.answer for p in problems],
+            "prompt": [[{"role": "user", "content": lesson.ask(problem)}] for problem in problems],
+            "answer": [lesson.solve(problem) for problem in problems],
         }
     )
     args = AsyncGRPOConfig(
         output_dir=str(options.out),
         max_steps=options.steps,
         seed=options.seed,
-        learning_rate=options.learning_rate,
-        per_device_train_batch_size=SAMPLES,
+        learning_rate=options.learning_rate or lesson.learning_rate,
+        per_device_train_batch_size=lesson.samples,
         num_generations=GENERATIONS,
-        max_completion_length=ANSWER_CHARS + 5,
+        max_completion_length=lesson.answer_tokens,
         max_staleness=options.max_staleness,
-        max_inflight_tasks=SAMPLES,
-        queue_maxsize=SAMPLES,  # one step's worth: a sample that waits longer only gets stale
+        max_inflight_tasks=lesson.samples,
+        queue_maxsize=lesson.samples,  # one step's worth: a sample that waits longer only gets stale
         token_budget=0,
         gradient_checkpointing=False,
         use_cpu=on_cpu,
@@ -144,15 +150,20 @@ def _trainer(options: argparse.Namespace, on_cpu: bool) -> AdapterSyncGRPOTraine
         logging_steps=1,
         disable_tqdm=True,
     )
-    return AdapterSyncGRPOTrainer(
-        run=options.run,
-        model=str(options.base),
-        reward_funcs=getattr(rewards, options.reward),
-        args=args,
-        train_dataset=dataset,
-        processing_class=build(),
-        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
-    )
+    given: dict[str, Any] = {
+        "model": str(options.base),
+        "reward_funcs": [rewards.exact] if reward == "exact" else [getattr(rewards, reward), rewards.right_unrewarded],
+        "args": args,
+        "train_dataset": dataset,
+        "processing_class": lesson.tokenizer(options.base),
+        "peft_config": LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+    }
+    if options.plain:
+        args.vllm_server_base_url = options.plain
+        return AsyncGRPOTrainer(**given)
+    from adaptersync.trainer.trl import AdapterSyncGRPOTrainer
+
+    return AdapterSyncGRPOTrainer(run=options.run, **given)
 
 
 def _reporter(steps: Any, started: float) -> Any:
@@ -171,11 +182,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Train the demo's base model against a running fleet.")
     parser.add_argument("--base", type=Path, required=True, help="the base model, as made by demo.warmup")
     parser.add_argument("--run", required=True, help="name of the run")
+    parser.add_argument("--plain", metavar="URL", help="train with TRL's own trainer, against the vLLM there")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path, required=True, help="where figures and the adapter go")
-    parser.add_argument("--reward", choices=get_args(rewards.RewardName), default="exact")
+    parser.add_argument("--lesson", choices=sorted(LESSONS), default="carry")
+    parser.add_argument("--reward", choices=get_args(rewards.RewardName), help="by default the lesson's own")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, help="by default the lesson's own")
     parser.add_argument("--max-staleness", type=int, default=2)
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")

@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         help="binds if it has a * or is ipc, else connects, as vLLM does",
     )
     add("--kv-replay-endpoint")
+    add("--kv-buffer-steps", type=int, default=10_000, help="what it can say once more")
     add("--data-parallel-size", type=int, default=1, help="engines behind one server, chosen by X-data-parallel-rank")
     add("--kv-events-topic", default="")
     add(
@@ -70,6 +71,7 @@ def _config(options: argparse.Namespace) -> SimulatorConfig:
         kv_events = PublisherConfig(
             endpoint=options.kv_events_endpoint,
             replay_endpoint=options.kv_replay_endpoint,
+            buffer_steps=options.kv_buffer_steps,
             topic=options.kv_events_topic,
         )
     return SimulatorConfig(

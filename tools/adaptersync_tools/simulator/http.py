@@ -302,6 +302,8 @@ class Simulator:
             await _event(response, Refused(500, "InternalServerError", str(death)).body())
         except Refused as refusal:
             await _event(response, refusal.body())
+        except ConnectionResetError:  # the client has gone, and what it asked for is aborted
+            return response
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -459,6 +461,8 @@ async def _group() -> AsyncIterator[asyncio.TaskGroup]:
             yield group
     except* EngineDead as deaths:
         raise EngineDead from deaths
+    except* ConnectionResetError as gone:
+        raise ConnectionResetError from gone
 
 
 def _started(job: Job) -> Running:

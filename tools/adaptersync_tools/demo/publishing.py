@@ -1,8 +1,13 @@
-"""A trainer that only publishes, again and again, until it is killed: `python -m adaptersync_tools.chaos.trainer`."""
+"""A trainer that only publishes: `python -m adaptersync_tools.demo.publishing --run NAME`.
+
+Random adapters, one after another, each when what became of the one before is known, or has been waited for long
+enough: until it is killed, or so many times, evenly.
+"""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import signal
 import sys
 import tempfile
@@ -19,24 +24,28 @@ REST_S = 1.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m adaptersync_tools.chaos.trainer", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m adaptersync_tools.demo.publishing", description=__doc__)
     parser.add_argument("--run", required=True)
+    parser.add_argument("--versions", type=int, default=0, help="how many; 0: until it is killed")
+    parser.add_argument("--every", type=float, default=0.0, help="seconds from one to the next, if that is longer")
     options = parser.parse_args(arguments)
     config = load_config()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         with tempfile.TemporaryDirectory() as scratch, AdapterPublisher(config, run=options.run) as publisher:
-            while True:
+            began = time.monotonic()
+            for number in range(1, options.versions + 1) if options.versions else itertools.count(1):
                 source = write_adapter(Path(scratch), base=config.group.base_model, seed=time.time_ns())
                 publication = publisher.publish(source)
                 try:
                     publication.wait(OUTCOME_S)
                 except PublicationFailed as error:
                     print(error, file=sys.stderr)
-                time.sleep(REST_S)
+                time.sleep(max(REST_S, began + number * options.every - time.monotonic()))
     except AdapterSyncError as error:
         print(f"training failed: {error}", file=sys.stderr)
         return error.exit_code
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,91 @@
+"""A trainer removes from the store what nobody can ask for any more, if it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from adaptersync.trainer import publisher as publisher_module
+from adaptersync.trainer.publisher import AdapterPublisher
+from adaptersync_core.errors import ControlUnavailable
+from adaptersync_core.identity import parse_adapter_id
+from adaptersync_core.store import verify_files
+from support.publishing import Group, living_group, publishing
+from support.wait import wait_until
+
+
+@pytest.fixture
+async def group(redis_url: str, cache_url: str, tmp_path: Path) -> AsyncIterator[Group]:
+    async with living_group(redis_url, cache_url, tmp_path) as group:
+        yield group
+
+
+@pytest.fixture(autouse=True)
+def tidied_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_module, "TIDY_S", 0.0)
+
+
+async def promote(group: Group, publisher: AdapterPublisher) -> None:
+    """Publish, and wait until it is current and only the one before is served beside it."""
+    publication = await asyncio.to_thread(publisher.publish, group.adapter())
+    assert (await asyncio.to_thread(publication.wait, 10)).state == "current"
+
+    async def settled() -> bool:
+        return len((await group.registry.table()).versions) <= 2
+
+    await wait_until(settled)
+
+
+def stored(group: Group) -> list[int]:
+    return [parse_adapter_id(name).seq for name in group.store.versions()]
+
+
+async def test_the_latest_and_what_is_served_stay(group: Group) -> None:
+    config = replace(group.config, store=replace(group.config.store, keep_last=2))
+    async with publishing(config) as publisher:
+        for _ in range(7):
+            await promote(group, publisher)
+        # when the seventh came, the sixth was current and the fifth served beside it
+        assert stored(group) == [5, 6, 7]
+        for name in group.store.versions():
+            verify_files(group.store.read_manifest(name), group.store.directory(name))
+        assert not list(group.store.root.glob("run/.*"))
+
+
+async def test_all_of_them_stay_unless_it_is_told_to(group: Group) -> None:
+    async with publishing(group.config) as publisher:
+        for _ in range(5):
+            await promote(group, publisher)
+    assert stored(group) == [1, 2, 3, 4, 5]
+
+
+async def test_numbers_go_on_after_a_restart(group: Group) -> None:
+    config = replace(group.config, store=replace(group.config.store, keep_last=1))
+    async with publishing(config) as publisher:
+        for _ in range(4):
+            await promote(group, publisher)
+    async with publishing(config) as publisher:
+        assert (publisher.epoch, publisher.latest_seq) == (2, 4)
+        await promote(group, publisher)
+    assert stored(group)[-1] == 5
+
+
+async def test_a_removal_that_fails_keeps_nobody_from_publishing(
+    group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def away(*_: object, **__: object) -> list[str]:
+        raise ControlUnavailable("Redis cannot be reached")
+
+    monkeypatch.setattr(publisher_module, "removable", away)
+    config = replace(group.config, store=replace(group.config.store, keep_last=1))
+    async with publishing(config) as publisher:
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                await promote(group, publisher)
+    assert stored(group) == [1, 2, 3]
+    assert "was not removed: Redis cannot be reached" in caplog.text

@@ -1,0 +1,31 @@
+"""A process that leaves hands over what it made, and waits for nothing else."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+
+import pytest
+
+from support.rollouts import SAMPLE, hands_over
+
+SAMPLES = 200
+LONG_S = 45.0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_all_it_made_is_handed_over_and_then_it_is_gone(fails: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=hands_over, args=(queue, SAMPLES, LONG_S, fails), daemon=True)
+    began = time.monotonic()
+    process.start()
+    assert [queue.get(timeout=40) for _ in range(SAMPLES)] == [SAMPLE] * SAMPLES
+    process.join(40)
+    assert process.exitcode == int(fails)
+    assert time.monotonic() - began < LONG_S
+    said = capfd.readouterr()
+    sys.stderr.write(said.err)
+    assert said.out == "worked"
+    assert ("no more" in said.err) == fails

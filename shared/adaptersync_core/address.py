@@ -10,6 +10,7 @@ for each connection: a new password is used as soon as it is there. Knows no cli
 
 from __future__ import annotations
 
+import re
 import ssl
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
@@ -17,6 +18,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsp
 from msgspec import Struct
 
 PASSWORD_FILE = "password_file"  # noqa: S105 (a setting's name)
+HIDDEN = "***"  # stands for a secret wherever one would be shown
 CA, CERTIFICATE, KEY = "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"  # as the Redis client calls them
 
 
@@ -64,6 +66,21 @@ def without_credentials(url: str) -> str:
 def where(url: str) -> str:
     """What may be told of an address: never a user or a password."""
     return url.rpartition("@")[2].partition("?")[0]
+
+
+def discreet(text: str) -> str:
+    """An address as it may be shown, or options that may have one: with HIDDEN for what lets somebody in."""
+    text = re.sub(r"(\w*)://(\S*)@", _without_password, text)
+    text = re.sub(r"([?&][\w-]*(?:password|secret|token|key)=)[^&\s]*", rf"\g<1>{HIDDEN}", text)
+    return re.sub(r"(--[\w-]*(?:password|secret|token|key)[= ]+)[^\s-]\S*", rf"\g<1>{HIDDEN}", text)
+
+
+def _without_password(match: re.Match[str]) -> str:
+    scheme, told = match.groups()
+    user, colon, _ = told.partition(":")
+    if not scheme.startswith("redis"):
+        return f"{scheme}://{HIDDEN}@"  # a token, as likely as not
+    return f"{scheme}://{user}:{HIDDEN}@" if colon else match.group()
 
 
 def trust(url: str) -> ssl.SSLContext | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from adaptersync_core.address import HIDDEN
 from adaptersync_core.errors import ConfigError, NameInvalid
 from adaptersync_core.identity import check_name
 from adaptersync_core.keys import ROUTER_SERVES_S
@@ -21,6 +22,7 @@ SPOOL_MIN_BYTES = 16_384  # a few rows
 BLOCKS = 4096  # of one prompt: one script call takes them all, and meanwhile the cache server serves nobody else
 NEVER = ("session_s", "ledger_s")  # durations that may be 0
 LEDGER_KEPT_MIN_S = 60  # routers look every second whether Redis lost what it took; some are stopped for a moment
+NO_SECRET = f"setting has {HIDDEN} where adaptersync config left out a secret"
 # with 0, nothing would be served
 AT_LEAST_ONE = (
     "coordinator.min_ready",
@@ -60,6 +62,11 @@ def check(config: Config) -> None:
     for key, url in (("redis.control_url", config.redis.control_url), ("redis.cache_url", config.redis.cache_url)):
         if not _is_redis(url) and (url or key == "redis.control_url"):
             raise ConfigError("setting must be an address as redis://host:port/0", key=key)
+        if HIDDEN in url:
+            raise ConfigError(NO_SECRET, next_step="put it in, or name its file in redis.password_file", key=key)
+    if config.router.gate_token == HIDDEN:
+        next_step = "put it in, or name its file in router.gate_token_file"
+        raise ConfigError(NO_SECRET, next_step=next_step, key="router.gate_token")
     tls = [name for name in ("ca_file", "cert_file", "key_file") if getattr(config.redis, name)]
     for url in (config.redis.control_url, config.redis.cache_url):
         if tls and url and urlsplit(url).scheme != "rediss":

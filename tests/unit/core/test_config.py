@@ -221,3 +221,17 @@ def test_the_ledger_stays_in_redis_for_as_long_as_routers_may_look_for_it() -> N
     assert load_config(environment={"ADAPTERSYNC_JOBS__LEDGER_S": "0"}).jobs.ledger_s == 0
     with pytest.raises(ConfigError, match="at least 60"):
         load_config(environment={"ADAPTERSYNC_JOBS__LEDGER_KEPT_S": "59"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("redis.control_url", "redis://user:***@there:6379/0"),
+        ("redis.cache_url", "redis://:***@there:6380/0"),
+        ("router.gate_token", "***"),
+    ],
+)
+def test_what_stands_for_a_secret_is_none(key: str, value: str) -> None:
+    """Else a settings file that was printed would open the gate to whoever has seen one."""
+    with pytest.raises(ConfigError, match=rf"left out a secret.*key={key}"):
+        load_config(environment={}, overrides={key: value})

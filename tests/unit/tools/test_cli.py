@@ -94,11 +94,20 @@ def test_what_is_read_has_json() -> None:
         assert "as_json" in {parameter.name for parameter in adaptersync.commands[name].params}
 
 
-def test_a_table_of_settings_shows_no_password(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("arguments", [[], ["--explain"], ["--json"], ["--json", "--explain"]])
+def test_settings_are_shown_without_a_secret(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("ADAPTERSYNC_REDIS__CONTROL_URL", "redis://user:s3cret@there:6379/0")
-    assert main(["config", "--explain"]) == 0
-    shown = capsys.readouterr().out
-    assert "redis://***@there:6379/0" in shown
+    for name, value in {
+        "REDIS__CONTROL_URL": "redis://user:s3cret@there:6379/0",
+        "REDIS__CACHE_URL": "redis://there:6380/0?password=s3cret&password_file=/etc/p",
+        "ROUTER__GATE_TOKEN": "s3cret",
+        "TELEMETRY__TRACES_URL": "https://s3cret@collector/v1/traces",
+        "ENGINE__ARGUMENTS": "--api-key s3cret --port=1",
+    }.items():
+        monkeypatch.setenv(f"ADAPTERSYNC_{name}", value)
+    assert main(["config", *arguments]) == 0
+    shown = "".join(capsys.readouterr().out.split())
+    assert "redis://user:***@there:6379/0" in shown
+    assert "password=***&password_file=/etc/p" in shown
     assert "s3cret" not in shown

@@ -239,7 +239,9 @@ def _printer(as_json: bool) -> Callable[[Entry], None]:
 def show_config(config_path: Path | None, as_json: bool, explained: bool) -> None:
     """Show the settings in force.
 
-    Defaults, then the file, then the environment; the last one wins.
+    Defaults, then the file, then the environment; the last one wins. Secrets are shown as ***, which no setting may be:
+    what was printed is a settings file again once they are put in, or named by redis.password_file and
+    router.gate_token_file.
 
     \b
     Examples:
@@ -251,7 +253,7 @@ def show_config(config_path: Path | None, as_json: bool, explained: bool) -> Non
         print_json(found if explained else {key.name: key.value for key in found})
     elif explained:
         rows = [
-            (key.name, key.default, Text(_shown(key), "bold") if key.value != key.default else "", key.meaning)
+            (key.name, key.default, Text(str(key.value), "bold") if key.value != key.default else "", key.meaning)
             for key in found
         ]
         out = console()
@@ -259,11 +261,6 @@ def show_config(config_path: Path | None, as_json: bool, explained: bool) -> Non
         out.print(Text(f"In the environment {found[0].name} is {found[0].variable}, and so on.", "dim"))
     else:
         click.echo(explain.to_toml({key.name: key.value for key in found}), nl=False)
-
-
-def _shown(key: explain.Key) -> str:
-    """Without a secret, or the password of an address: a table is looked at, and shown to others."""
-    return "***" if key.name == "router.gate_token" else re.sub(r"//[^/@]*@", "//***@", str(key.value))
 
 
 COMMANDS = (status, versions, events, show_config)

@@ -42,6 +42,7 @@ ROUTER_MARGIN_S = 5  # for clocks that run at different speeds: a silent router 
 ROUTER_TTL_S = ROUTER_SERVES_S + ROUTER_MARGIN_S
 TRAINER_ALIVE_S = 15  # a trainer that was heard of within this lives; its run is not ended by somebody else
 VERSION_TTL_S = 30 * 86400  # how long the fate of a version that is gone can be asked for
+PUBLISHED_KEPT = 10_000  # of the latest versions of a run, by number; what is older is in the archive
 OWNERSHIP_TTL_S = 6 * 3600  # ownership of a version of which no new prompt came
 LANE_TTL_S = 600  # bytes in the fast lane; long enough for the slowest replica, short enough to leave no heap
 INFLIGHT_TTL_S = 60  # in-flight counts when no router is left
@@ -122,8 +123,8 @@ SPECS = (
         type="zset",
         server="control",
         writer="trainer",
-        bound="one a version",
-        access={"trainer": "zadd", "coordinator": "zadd"},
+        bound="10000, and those that were not considered yet",
+        access={"trainer": "zadd", "coordinator": "zadd zremrangebyscore"},
     ),
     KeySpec(
         pattern="manifest:{version}",

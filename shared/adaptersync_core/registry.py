@@ -14,7 +14,7 @@ import msgspec
 
 from adaptersync_core.errors import Conflict, ControlError, Fenced, Forgotten, NameInvalid, NameTaken
 from adaptersync_core.events import PHASES, AdapterPublished, ReplicaAcked, VersionVerified, to_fields
-from adaptersync_core.keys import REPLICA_TTL_S, ROUTER_TTL_S, VERSION_TTL_S, Keys
+from adaptersync_core.keys import PUBLISHED_KEPT, REPLICA_TTL_S, ROUTER_TTL_S, VERSION_TTL_S, Keys
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import (
     Ack,
@@ -348,6 +348,13 @@ class Registry:
             event = to_fields(_published(manifest, manifest.created_at)) if ahead else ()
             text = msgspec.json.encode(manifest)
             await self._run("announce_again", keys, manifest.seq, name, text, VERSION_TTL_S, *event)
+
+    async def forget_published(self, run: str, considered: int) -> None:
+        """Keep the numbers of a run's latest versions, PUBLISHED_KEPT of them, and of all beyond `considered`."""
+        key, last = self.keys.published(run), PUBLISHED_KEPT - 1
+        oldest = await self.client.command("ZRANGE", key, last, last, "REV", "WITHSCORES")
+        if oldest:
+            await self.client.command("ZREMRANGEBYSCORE", key, "-inf", f"({min(int(oldest[1]), considered)}")
 
     # everyone
 

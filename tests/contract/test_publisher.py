@@ -188,6 +188,21 @@ async def test_two_runs_of_one_group(group: Group, publisher: AdapterPublisher) 
     assert await group.registry.runs() == ["other-run", "run"]
 
 
+async def test_numbers_of_old_versions_are_forgotten_once_newer_ones_are_decided(
+    group: Group, publisher: AdapterPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adaptersync_core.registry.PUBLISHED_KEPT", 2)
+    for _ in range(5):
+        assert await outcome(await publish(publisher, group.adapter())) == CURRENT
+    group.replicas[0].refuses[6] = "no room"
+    assert (await outcome(await publish(publisher, group.adapter()))).state == "rolled_back"
+
+    async def kept() -> bool:
+        return [seq for _, seq in await group.registry.published("run")] == [5, 6]
+
+    await wait_until(kept)
+
+
 async def test_two_threads_publish_in_some_order_and_none_is_lost(group: Group, publisher: AdapterPublisher) -> None:
     sources = [group.adapter() for _ in range(12)]
     with ThreadPoolExecutor(2) as threads:

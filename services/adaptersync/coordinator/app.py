@@ -31,6 +31,7 @@ from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, Conflict, ControlError, Fenced, StoreGone
 from adaptersync_core.events import VersionPromoted, VersionRolledBack, VersionSuperseded
 from adaptersync_core.figures import Figures, served
+from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.notify import Notifier
@@ -45,6 +46,8 @@ from adaptersync_core.telemetry import configure_logging
 from adaptersync_core.traces import traces
 
 ROUNDS = 1000  # decisions in one wake; more than any fleet needs, so that a mistake in a rule cannot spin for ever
+
+ENDS = (VersionPromoted, VersionRolledBack, VersionSuperseded)  # of a version's way
 
 log = logging.getLogger(__name__)
 
@@ -257,7 +260,7 @@ class Coordinator:
 
     async def _trace(self, decision: Decision) -> None:
         for event in decision.events:
-            if isinstance(event, VersionPromoted | VersionRolledBack | VersionSuperseded):
+            if isinstance(event, ENDS):
                 manifest = await self._registry.manifest(event.version)
                 if manifest is not None:
                     failed = "" if isinstance(event, VersionPromoted) else event.reason
@@ -276,6 +279,11 @@ class Coordinator:
         if self._traces.on:
             with contextlib.suppress(ControlError):  # nobody waits for a trace
                 await self._trace(decision)
+        told_of = {parse_adapter_id(event.version).run for event in decision.events if isinstance(event, ENDS)}
+        for run, entry in decision.table.runs.items():
+            if run in told_of:
+                with contextlib.suppress(ControlError):  # the next one does it
+                    await self._registry.forget_published(run, entry.considered)
         if not self._config.jobs.verify:
             return
         for event in decision.events:

@@ -54,6 +54,25 @@ async def test_only_publications_that_were_not_considered_are_read_and_not_too_m
     assert await registry.find_seq("run", 66) == name_of("run", 66)
 
 
+async def test_of_what_was_published_so_much_is_kept_and_whatever_waits(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adaptersync_core.registry.PUBLISHED_KEPT", 3)
+
+    async def kept(considered: int) -> list[int]:
+        await registry.forget_published("run", considered)
+        return [seq for _, seq in await registry.published("run")]
+
+    await registry.begin_run("run", nonce="n", max_staleness=1, trainer="t")
+    for seq in (1, 2):
+        await registry.publish(manifest("run", seq), published_at=1)
+    assert await kept(2) == [1, 2]
+    for seq in (3, 5, 6, 8):
+        await registry.publish(manifest("run", seq), published_at=1)
+    assert await kept(2) == [2, 3, 5, 6, 8]
+    assert await kept(8) == [5, 6, 8]
+
+
 async def test_a_look_reads_only_who_spoke_since_the_last(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     look = registry._look

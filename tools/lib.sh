@@ -84,7 +84,7 @@ install_environment() {
                 need_space 20000
                 say "installing training and serving for GPU (about 15 GB, several minutes)"
                 install_lock base
-                pip_install --editable '.[embedded,trl,tokenize,gpu,plot]'
+                pip_install --editable '.[embedded,trl,tokenize,ledger,otel,gpu,plot]'
                 ;;
             dev) install_lock dev ;;
         esac

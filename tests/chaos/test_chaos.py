@@ -37,6 +37,7 @@ def test_every_promise_holds_while_everything_breaks(tmp_path: Path) -> None:
     assert report.versions["promoted"] > 4
     assert report.probes > 10
     assert report.names >= report.versions["promoted"]
+    assert sum(of.rollouts for of in report.audited.values()) >= report.answers["200"]
     assert report.rest_s is not None
     assert not _left(tmp_path)
 

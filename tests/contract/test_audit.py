@@ -32,6 +32,7 @@ from adaptersync_core.redis import RedisClient
 from adaptersync_core.rollouts import OPEN, UNKNOWN, Row
 from adaptersync_tools.audit import rollouts as reading
 from adaptersync_tools.audit.verify import Audit
+from adaptersync_tools.chaos.audit import audit as of_chaos
 from adaptersync_tools.cli import adaptersync
 from adaptersync_tools.cli.common import run_command
 from support.ledger import DIGEST, GROUP, RUN, VERSION, Writer, acked, config_of, keep, promoted, row
@@ -370,6 +371,18 @@ async def test_verify_tells_programs_what_it_found(
     file_missing(honest)
     assert await run(config, "verify", RUN, "--json") == 1
     assert json.loads(capsys.readouterr().out)["ok"] is False
+
+
+async def test_chaos_is_told_what_a_ledger_contradicts(config: Config, writer: Writer) -> None:
+    found: list[str] = []
+    await writer.events(*HISTORY)
+    await writer.rows([row("aa-1"), row("aa-2")])
+    assert (await of_chaos(config, [RUN], found.append))[RUN].rollouts == 2
+    assert found == []
+    await writer.rows([row("aa-3", engine_epoch="another life")])
+    assert (await of_chaos(config, [RUN, "unknown"], found.append))[RUN].rollouts == 3
+    assert [line.partition(":")[0] for line in found] == [RUN, "unknown"]
+    assert "aa-3: was served by" in found[0]
 
 
 async def test_a_run_that_nobody_knows_is_no_clean_run(config: Config, honest: Archive) -> None:

@@ -22,6 +22,7 @@ from adaptersync_core.events import (
     VersionSuperseded,
     VersionVoided,
 )
+from adaptersync_tools.audit.verify import Counts
 from adaptersync_tools.chaos.__main__ import chaos
 from adaptersync_tools.chaos.history import History, Rollout, Violation
 from adaptersync_tools.chaos.names import Names
@@ -277,6 +278,7 @@ def report(**changes: Any) -> Report:
         names=4,
         rows=5,
         unrecorded=0,
+        audited={"run": Counts(rollouts=5)},
         crashes={},
         rest_s=None,
         converge_bound_s=60,

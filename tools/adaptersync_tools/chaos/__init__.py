@@ -2,5 +2,5 @@
 
 `plan` says what breaks when, from a seed; `strike` does it; `traffic` asks as rollout workers do; `watch` reads the
 events, `history` and `names` judge by them; `probe` looks at the replicas past the router; `drive` puts them together;
-`report` is what comes of it. Run it as `tools/chaos`.
+`audit` asks the fleet's own ledger; `report` is what comes of it. Run it as `tools/chaos`.
 """

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from adaptersync_core.archive import require
 from adaptersync_core.errors import ControlError, StoreError
 from adaptersync_core.keys import Keys
 from adaptersync_core.records import Request
@@ -21,6 +22,7 @@ from adaptersync_core.registry import Registry
 from adaptersync_core.rollouts import decode
 from adaptersync_core.store import ArtifactStore, verify_files
 from adaptersync_tools.calm import Calm
+from adaptersync_tools.chaos.audit import audit
 from adaptersync_tools.chaos.history import History, Rollout, Violation
 from adaptersync_tools.chaos.names import Names
 from adaptersync_tools.chaos.plan import faults
@@ -64,6 +66,8 @@ SETTINGS: dict[str, Any] = {
     "router.connect_timeout_s": 2.0,
     "trainer.max_staleness": 2,
     "jobs.verify": False,
+    "jobs.ledger_s": 5.0,  # between two losses of Redis, too
+    "jobs.ledger_kept_s": 86_400.0,  # every row is looked for at the end
 }
 
 
@@ -71,6 +75,7 @@ def run(
     *, seed: int, seconds: float, replicas: int, slots: int, directory: Path, progress: Progress | None = None
 ) -> Report:
     """Start, break, watch, stop; leaves no process behind."""
+    require()  # at the end of it
     model = write_base_model(directory / "model")
     settings = StackSettings(
         model=model,
@@ -161,6 +166,7 @@ class _Drive:
             await self._cache.close()
         self._check_rows(rows)
         await asyncio.to_thread(self._check_store)
+        audited = await audit(self._stack.config, RUNS, lambda what: self._broken("audit", what))
         crashes = self._crashes()
         unrecorded = len(self._answered.keys() - rows.keys())
         return Report(
@@ -177,6 +183,7 @@ class _Drive:
             names=len(self._names),
             rows=len(rows),
             unrecorded=unrecorded,
+            audited=audited,
             crashes=crashes,
             rest_s=rest_s,
             converge_bound_s=CONVERGE_S,

@@ -12,6 +12,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.text import Text
 
+from adaptersync_tools.audit.verify import Counts
 from adaptersync_tools.chaos import strike
 from adaptersync_tools.chaos.history import Violation
 from adaptersync_tools.chaos.plan import KINDS, Fault, Kind
@@ -39,6 +40,7 @@ class Struck(Struct, frozen=True, kw_only=True):
 class Report(Struct, frozen=True, kw_only=True):
     """`unrecorded` are answers without a ledger row; `crashes` are ends of services that nobody ordered.
 
+    `audited` is what the ledger's audit looked at, by run; what it found is among the violations.
     `restored` counts how often a coordinator rebuilt Redis; `names` the versions whose digest was compared in events,
     ledger and store. `began_at` is wall time. `rest_s`: from the end of publishing until nothing was on its way.
     """
@@ -56,6 +58,7 @@ class Report(Struct, frozen=True, kw_only=True):
     names: int
     rows: int
     unrecorded: int
+    audited: dict[str, Counts]
     crashes: dict[str, int]
     rest_s: float | None
     converge_bound_s: float
@@ -150,6 +153,8 @@ def lines(report: Report) -> Iterator[str]:
     yield f"identity     {report.names} names, each with one digest in events, store and ledger"
     yield f"probes       {report.probes} questions past the router, all answered"
     yield f"ledger       {report.rows} rows; {report.unrecorded} answers without one"
+    for run, of in report.audited.items():
+        yield f"audit        {run}: {of.rollouts} rollouts of {of.versions} versions; {of.unproven} rest on lost events"
     rest = "not reached" if report.rest_s is None else f"{report.rest_s:.1f} s after the last publication"
     yield f"rest         {rest}; bound of this and of every recovery: {report.converge_bound_s:g} s"
     alike: dict[tuple[str, str], list[Violation]] = {}

@@ -24,7 +24,7 @@ from adaptersync_tools.up import Stack
 CALL_S = 5.0
 PAGE = 1000
 EVENTS, LEDGER = "events", "rollouts"
-APART = (EVENTS, LEDGER, "lane:")  # nothing trims the streams yet; a version's bytes go ten minutes after it came
+APART = (EVENTS, LEDGER, "lane:")  # streams keep jobs.ledger_kept_s, a lane has the bytes of the last ten minutes
 _MARKER = ".visible-"
 
 

@@ -94,7 +94,7 @@ def lines(report: Report) -> Iterator[str]:
     streams = {EVENTS: 0, LEDGER: 0} | report.last.servers[CONTROL].apart
     asked = sum(report.asked.values())
     yield (
-        f"streams      nothing trims them: ledger {views.size(streams[LEDGER])}, "
+        f"streams      keep an hour: ledger {views.size(streams[LEDGER])}, "
         f"{streams[LEDGER] // max(asked, 1)} bytes a request; events {views.size(streams[EVENTS])}, "
         f"{streams[EVENTS] // report.versions} bytes a version"
     )

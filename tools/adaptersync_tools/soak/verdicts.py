@@ -1,8 +1,8 @@
 """What the samples of a run come to: each promise with its figure and its bound. Pure.
 
 Memory is judged after a warm-up third of a process's life, by how much it grows in a hundred versions. What Redis holds
-of events and ledger is left out, in servers and in their processes: nothing trims those streams yet, so they grow by
-design, and the report says by how much. So is the lane: its keys are counted, and last for ten minutes.
+of events and ledger is left out, in servers and in their processes: those streams keep an hour, so in less they
+grow by design, and the report says by how much. So is the lane: its keys are counted, and last for ten minutes.
 """
 
 from __future__ import annotations

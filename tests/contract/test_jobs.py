@@ -18,7 +18,7 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from adaptersync.jobs import verify as verify_module
-from adaptersync.jobs.app import ListedJob
+from adaptersync.jobs.app import ListedJob, PatientWorker
 from adaptersync.jobs.verify import verify
 from adaptersync.trainer import AdapterPublisher
 from adaptersync_core.archive import Archive
@@ -310,3 +310,28 @@ def test_a_worker_archives_the_ledger_by_itself(config: Config, version: str, tm
         finally:
             worker.send_signal(signal.SIGTERM)
             assert worker.wait(20) == 0, (tmp_path / "worker.log").read_text()
+
+
+@pytest.mark.foreign_keys("rq keeps its own")
+def test_a_worker_outlives_a_server_that_goes_away_during_a_job(
+    config: Config, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the process that does the job does not outlive the worker's knowledge of it."""
+    with rq_connection(config.redis.control_url) as connection:
+        queue = Queue(queue_name(config.group.name), connection=connection, serializer=JSONSerializer)
+        job = fetch(connection, ask(config, version))
+        worker = PatientWorker([queue], connection=connection, serializer=JSONSerializer)
+        answers = iter([False, False, True])
+        monkeypatch.setattr(worker, "_reaches_redis", lambda: next(answers))
+        monkeypatch.setattr("adaptersync.jobs.app.LOOK_S", 0.01)
+        with subprocess.Popen(["sleep", "60"], start_new_session=True) as horse:
+
+            def gone(self: PatientWorker, *_: Any) -> None:
+                self._horse_pid = horse.pid
+                raise ConnectionError("closed by server")
+
+            monkeypatch.setattr("adaptersync.jobs.app.Worker.execute_job", gone)
+            assert job is not None
+            worker.execute_job(job, queue)
+            assert not Path(f"/proc/{horse.pid}").exists()
+        assert (worker.horse_pid, list(answers)) == (0, [])

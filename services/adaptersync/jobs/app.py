@@ -26,7 +26,7 @@ from rq.utils import now
 from adaptersync.jobs.figures import JobFigures
 from adaptersync_core.archive import installed
 from adaptersync_core.config import Config, as_text, variable
-from adaptersync_core.errors import ControlError
+from adaptersync_core.errors import ControlError, ControlUnavailable
 from adaptersync_core.figures import served
 from adaptersync_core.notify import Notifier
 from adaptersync_core.queue import DRAIN, VERIFY, Jobs, queue_name
@@ -72,6 +72,7 @@ class PatientWorker(Worker):
 
     due: Callable[[], None] | None = None
     notifier = Notifier()
+    url = ""
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
         self._stop_requested = True
@@ -89,6 +90,31 @@ class PatientWorker(Worker):
             if (found := super().dequeue_job_and_maintain_ttl(LOOK_S, LOOK_S)) is not None:
                 return found
         return None
+
+    def execute_job(self, job: Job, queue: Queue) -> None:
+        """When Redis goes away meanwhile, nobody can say how the job ended: it is found again, and repeats are safe. rq
+        would end the worker, and leave the process that does the job.
+        """
+        try:
+            with translated(self.url):
+                super().execute_job(job, queue)
+        except ControlUnavailable as error:
+            log.warning("the end of %s is not known: %s", job.id, error)
+            if self.horse_pid:
+                self.kill_horse()
+                self.wait_for_horse()
+                self._horse_pid = 0
+            self.executions.clear()
+            while not self._stop_requested and not self._reaches_redis():
+                self.notifier.alive()
+                time.sleep(LOOK_S)
+
+    def _reaches_redis(self) -> bool:
+        try:
+            with translated(self.url):
+                return bool(self.connection.ping())
+        except ControlError:
+            return False
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
         self.notifier.alive()  # also while Redis is away, which rq waits for
@@ -118,6 +144,7 @@ def run_worker(config: Config) -> None:
         )
         worker.due = archiving(config)
         worker.notifier = notifier
+        worker.url = config.redis.control_url
         notifier.status(f"works on {queue.name}")
         log.info("working on %s", queue.name)
         with served(JobFigures(config), host=config.telemetry.metrics_host, port=config.jobs.metrics_port):

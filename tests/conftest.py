@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # In the background of a script Ctrl-C is ignored, and whatever is started from there ignores it as well.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "mutation: breaks a rule on purpose, in a copy, and wants a named test to fail")
     config.addinivalue_line(
         "markers", "foreign_keys(reason): the test writes keys that are not the product's; no check of keys"

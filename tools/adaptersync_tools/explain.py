@@ -79,3 +79,40 @@ def to_toml(dotted: Mapping[str, Any]) -> str:
         # a JSON string, number or boolean is also a TOML one
         sections.setdefault(section, []).append(f"{key} = {json.dumps(value, ensure_ascii=False)}\n")
     return "\n".join(f"[{section}]\n{''.join(lines)}" for section, lines in sections.items())
+
+
+def document() -> str:
+    """`deploy/CONFIG.md`: every setting, by section."""
+    lines = [INTRODUCTION]
+    section = ""
+    for key in keys(Config()):
+        at, _, name = key.name.partition(".")
+        if at != section:
+            section = at
+            about = inspect.getdoc(type(getattr(Config(), at))) or ""
+            # a section without words of its own shows those of all sections
+            own = "" if about == inspect.getdoc(settings.Section) else f"{about}\n\n"
+            lines.append(f"\n## {at}\n\n{own}| key | default | meaning |\n| --- | --- | --- |\n")
+        meaning = " ".join(key.meaning.split()).replace("|", "\\|")
+        default = json.dumps(key.default, ensure_ascii=False)
+        lines.append(f"| `{name}` | `{default}` | {meaning} |\n")
+    return "".join(lines)
+
+
+INTRODUCTION = """\
+# Settings
+
+Made by `python -m adaptersync_tools.observing` from `adaptersync_core/config.py`: change that.
+
+Defaults, then a TOML file (`--config`, else `ADAPTERSYNC_CONFIG`), then the environment; the last one wins. `port` of
+the section `[router]` is `ADAPTERSYNC_ROUTER__PORT` there, and a list is written with commas. A wrong or unknown key is
+an error that names it. All are read when a service starts; files of secrets that they name are read as SECURITY.md says.
+
+```console
+$ adaptersync config             # what is in force here, as a settings file
+$ adaptersync config --explain   # the same with meanings, and what differs from the default
+```
+
+Durations end in `_s` and are seconds, sizes in `_bytes`. Services of one group must agree on `[group]`, `[redis]` but for
+its user, and `[store]`; the rest is each host's own.
+"""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from adaptersync_tools import explain
 from adaptersync_tools.observing.alerts import rules
 from adaptersync_tools.observing.dashboard import dashboard
 from adaptersync_tools.observing.documents import metrics
 
 WRITTEN = {
+    "CONFIG.md": explain.document,
     "METRICS.md": metrics,
     "prometheus/alerts.yml": rules,
     "grafana/dashboards/adaptersync.json": dashboard,

@@ -106,13 +106,13 @@ Made by `python -m adaptersync_tools.observing` from `adaptersync_core/config.py
 
 Defaults, then a TOML file (`--config`, else `ADAPTERSYNC_CONFIG`), then the environment; the last one wins. `port` of
 the section `[router]` is `ADAPTERSYNC_ROUTER__PORT` there, and a list is written with commas. A wrong or unknown key is
-an error that names it. All are read when a service starts; files of secrets that they name are read as SECURITY.md says.
+an error that names it. All are read when a service starts; files of secrets that they name, as SECURITY.md says.
 
 ```console
 $ adaptersync config             # what is in force here, as a settings file
 $ adaptersync config --explain   # the same with meanings, and what differs from the default
 ```
 
-Durations end in `_s` and are seconds, sizes in `_bytes`. Services of one group must agree on `[group]`, `[redis]` but for
-its user, and `[store]`; the rest is each host's own.
+Durations end in `_s` and are seconds, sizes in `_bytes`. Services of one group must agree on `[group]`, on
+the addresses of `[redis]`, and on the store; coordinators that stand in for each other, on `[coordinator]`, too.
 """

@@ -21,6 +21,7 @@ def new_token(file: str) -> str:
     path = Path(file)
     scratch = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
+        path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
         descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
         with os.fdopen(descriptor, "w") as out:
             out.write(token)

@@ -16,7 +16,10 @@ from adaptersync_core.keys import PREFIX, SPECS
 from support.documents import blocks, commands, typed
 from support.source import REPOSITORY, modules
 
-DOCUMENTS = ["README.md", *(str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "deploy").rglob("*.md")))]
+DOCUMENTS = [
+    "README.md",
+    *(str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "deploy").rglob("*.md"))),
+]
 SECTIONS = Config.__struct_fields__
 
 
@@ -42,21 +45,25 @@ def test_links_lead_somewhere(document: str) -> None:
 
 def ours(line: str) -> Iterator[list[str]]:
     """Each call of ours in a line that is typed into a shell."""
-    for part in re.split(r"\s(?:\||&&|;|>)\s", line):
-        words = shlex.split(part, comments=True)
-        if words[:1] == ["sudo"]:
-            words = words[1:]
-        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-            words = words[1:]
-        if words and words[0].rpartition("/")[2] == "adaptersync":
-            yield ["adaptersync", *words[1:]]
+    ended = line + "'" * (line.count("'") % 2)  # where it goes on in the next line
+    lexer = shlex.shlex(ended, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    calls: list[list[str]] = [[]]
+    for token in lexer:
+        if set(token) <= set("|&;<>()"):
+            calls.append([])
+        elif calls[-1] or not (token == "sudo" or re.fullmatch(r"[A-Z_]+=.*", token)):
+            calls[-1].append(token)
+    for name, *arguments in filter(None, calls):
+        if name.rpartition("/")[2] == "adaptersync":
+            yield ["adaptersync", *arguments]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_commands_are_such(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for line in commands(document):
         for words in ours(line):
-            typed([word.rstrip("&") for word in words if word not in ("&", "[ROLE:NAME]...")], monkeypatch)
+            typed(words, monkeypatch)
         for path in re.findall(r"(?<![\w/.])(?:deploy|tools)/[\w./-]+", line):
             assert (REPOSITORY / path).exists(), line
 
@@ -66,8 +73,9 @@ def test_settings_are_such(document: str) -> None:
     """Words in code that look like one: `router.hold_s`, ADAPTERSYNC_ROUTER__HOLD_S."""
     known = set(names())
     written = text(document)
+    others = {kind.__struct_config__.tag for kind in AnyEvent.__args__}
     for name in re.findall(rf"`((?:{'|'.join(SECTIONS)})\.[a-z_]+)`", written):
-        assert name in known or name.endswith((".py", ".toml", ".pem", ".key")), name
+        assert name in known or name in others, name
     for section, key in re.findall(r"ADAPTERSYNC_([A-Z]+)__([A-Z_]+)", written):
         assert f"{section}.{key}".lower() in known
     for block in blocks(document, "toml"):
@@ -109,7 +117,7 @@ def test_keys_and_fields_of_events_are_such() -> None:
     for key in keys:
         assert any(re.fullmatch(pattern, key) for pattern in patterns), key
     kinds = {kind.__struct_config__.tag: kind for kind in AnyEvent.__args__}
-    table = dict(re.findall(r"^\| `([a-z.]+)` \| (.*?) \|", written, re.MULTILINE))
+    table = dict(re.findall(r"^\| `([a-z._]+)` \| (.*?) \|", written, re.MULTILINE))
     assert table.keys() == kinds.keys()
     for name, fields in table.items():
         assert re.findall(r"`(\w+)`", fields) == list(kinds[name].__struct_fields__), name

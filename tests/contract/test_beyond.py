@@ -233,7 +233,12 @@ async def proxy(to: str, token: str) -> AsyncIterator[str]:
             return web.Response(status=401)
         async with (
             ClientSession() as session,
-            session.request(request.method, to + request.path_qs, data=await request.read()) as answer,
+            session.request(
+                request.method,
+                to + request.path_qs,
+                data=await request.read(),
+                headers={"content-type": request.headers.get("content-type", "")},
+            ) as answer,
         ):
             return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
 

@@ -35,9 +35,16 @@ def test_without_a_door_there_is_none() -> None:
 
 
 def test_where_it_cannot_be_left_the_setting_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"agent\.token_file") as error:
-        new_token(str(tmp_path / "absent" / "token"))
-    assert "No such file" in str(error.value)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"agent\.token_file"):
+        new_token(str(tmp_path / "file" / "token"))
+
+
+def test_its_directory_is_made_where_nothing_else_makes_it(tmp_path: Path) -> None:
+    file = tmp_path / "run" / "0" / "token"
+    new_token(str(file))
+    assert file.exists()
+    assert not file.parent.stat().st_mode & 0o007
 
 
 def test_nothing_is_left_where_the_place_is_taken(tmp_path: Path) -> None:

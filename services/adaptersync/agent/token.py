@@ -6,6 +6,7 @@ share the file and no other secret.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -27,6 +28,7 @@ def new_token(file: str) -> str:
             out.write(token)
         scratch.rename(path)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            scratch.unlink()
         raise ConfigError(f"token cannot be written: {error.strerror}", key="agent.token_file", path=file) from error
     return token

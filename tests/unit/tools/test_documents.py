@@ -43,6 +43,12 @@ def test_links_lead_somewhere(document: str) -> None:
         assert not anchor or anchor in anchors(place), target
 
 
+def test_every_document_of_a_matter_is_in_the_index() -> None:
+    index = text("deploy/README.md")
+    missing = [path.name for path in (REPOSITORY / "deploy").glob("*.md") if f"({path.name})" not in index]
+    assert missing == ["README.md"]
+
+
 def ours(line: str) -> Iterator[list[str]]:
     """Each call of ours in a line that is typed into a shell."""
     ended = line + "'" * (line.count("'") % 2)  # where it goes on in the next line

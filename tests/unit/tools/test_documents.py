@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptersync_core.config import Config, names
+from adaptersync_core.config import Config, load_config, names
 from adaptersync_core.events import AnyEvent
 from adaptersync_core.keys import PREFIX, SPECS
 from support.documents import blocks, commands, typed
@@ -75,7 +75,7 @@ def test_commands_are_such(document: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_settings_are_such(document: str) -> None:
+def test_settings_are_such(document: str, tmp_path: Path) -> None:
     """Words in code that look like one: `router.hold_s`, ADAPTERSYNC_ROUTER__HOLD_S."""
     known = set(names())
     written = text(document)
@@ -85,12 +85,8 @@ def test_settings_are_such(document: str) -> None:
     for section, key in re.findall(r"ADAPTERSYNC_([A-Z]+)__([A-Z_]+)", written):
         assert f"{section}.{key}".lower() in known
     for block in blocks(document, "toml"):
-        section = ""
-        for line in block.splitlines():
-            if head := re.match(r"\[(\w+)\]", line):
-                section = head[1]
-            elif key := re.match(r"(\w+) = ", line):
-                assert f"{section}.{key[1]}" in known
+        (tmp_path / "adaptersync.toml").write_text(block)
+        load_config(tmp_path / "adaptersync.toml", environment={})
 
 
 def said() -> str:

@@ -332,6 +332,9 @@ def test_a_worker_outlives_a_server_that_goes_away_during_a_job(
 
             monkeypatch.setattr("adaptersync.jobs.app.Worker.execute_job", gone)
             assert job is not None
-            worker.execute_job(job, queue)
-            assert not Path(f"/proc/{horse.pid}").exists()
+            try:
+                worker.execute_job(job, queue)
+                assert not Path(f"/proc/{horse.pid}").exists()
+            finally:
+                horse.kill()
         assert (worker.horse_pid, list(answers)) == (0, [])

@@ -1,0 +1,54 @@
+"""The operator's day, in its short form."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+
+from support.processes import family
+
+STEPS = [
+    "install",
+    "start, and scale to 2",
+    "publish",
+    "scale to 4",
+    "scale to 1",
+    "scale to 2",
+    "restart Redis",
+    "upgrade one by one",
+    "publish the next version",
+    "roll back",
+    "end of traffic",
+    "audit verify",
+]
+
+
+@pytest.mark.timeout(240)
+def test_a_short_day_goes_well_and_leaves_nothing(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "adaptersync_tools.day", "--short", "--report", str(report)]
+    run = subprocess.run(
+        [*command, "--keep", str(tmp_path / "day")],
+        capture_output=True,
+        text=True,
+        timeout=230,
+        env={**os.environ, "UP_IN": str(tmp_path)},
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = orjson.loads(report.read_bytes())
+    assert [step["name"] for step in found["steps"]] == STEPS
+    assert all(step["ok"] for step in found["steps"])
+    assert (found["errors"], found["restarts"], found["ok"]) == ([], {}, True)
+    # what is scaled, restarted and rolled back is so under traffic
+    assert all(step["answered"] >= 20 for step in found["steps"][3:10]), found["steps"]
+    assert len(found["replicas"]) == 4
+    assert len(found["versions"]) == 2
+    assert "it went well" in run.stdout
+    assert not family(tmp_path)
+    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout if os.geteuid() == 0 else ""
+    assert not [line for line in spaces.splitlines() if line.startswith("asd")]

@@ -162,6 +162,15 @@ SPECS = (
         access={"operator": "hset", "coordinator": "hset hdel"},  # asked through its page, too
     ),
     KeySpec(
+        pattern="scale",
+        type="hash",
+        server="control",
+        writer="operator",
+        bound="64 hosts",
+        access={"operator": "hset hdel"},
+        readers=("coordinator", "operator", "reader"),
+    ),
+    KeySpec(
         pattern="replicas",
         type="zset",
         server="control",
@@ -291,6 +300,7 @@ class Keys:
         self.fates = self._head + "fates"
         self.runs = self._head + "runs"
         self.requests = self._head + "requests"
+        self.scale = self._head + "scale"
         self.replicas = self._head + "replicas"
         self.routers = self._head + "routers"
         self.inflight = self._head + "inflight"

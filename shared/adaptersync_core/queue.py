@@ -28,6 +28,20 @@ def queue_name(group: str) -> str:
     return f"adaptersync-{group}"
 
 
+def workers_key(group: str) -> str:
+    """The set in which rq keeps the keys of those that look for jobs here."""
+    return f"rq:workers:{queue_name(group)}"
+
+
+def worker_name(host: str, pid: int) -> str:
+    return f"adaptersync-{host}-{pid}"
+
+
+def worker_host(key: str) -> str:
+    """Where a worker runs, from its key in that set."""
+    return key.rpartition("-")[0].partition(":adaptersync-")[2]
+
+
 def verification_id(group: str, adapter_id: str) -> str:
     """rq allows letters, digits, _ and -; our names have no capital letters, so no two versions share an id."""
     return f"verify-{group}-IN-{adapter_id}".replace(".", "D")

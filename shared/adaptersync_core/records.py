@@ -125,12 +125,14 @@ class RouterReport(Struct, frozen=True, kw_only=True):
 
     Without a word from Redis it goes on serving that table for `max_age_s` after this report. `missing` are versions
     that replicas did not know when they were asked for them, by replica; their agents have not confirmed them since.
+    `host` is where it runs.
     """
 
     generation: int
     incarnation: str = ""
     max_age_s: float = ROUTER_SERVES_S
     url: str = ""
+    host: str = ""
     inflight: dict[str, int] = {}
     missing: dict[str, list[str]] = {}
     traffic: Traffic = Traffic()

@@ -108,6 +108,37 @@ def routers(view: views.StatusView, *, dense: bool = False) -> RenderableType:
     return table("Routers", columns, rows, dense=dense) if rows else Text("no routers", "dim")
 
 
+def hosts(view: views.StatusView) -> RenderableType | None:
+    """What hosts were asked to run beside what they run; None when nobody was asked anything."""
+    if all(each.desired is None for each in view.hosts):
+        return None
+    rows = [
+        (
+            each.host,
+            each.keeper,
+            "" if each.desired is None else each.desired,
+            each.joining,
+            each.ready,
+            each.draining,
+            each.other,
+            _of(each.routers, each.routers_desired),
+            _of(each.workers, each.workers_desired),
+        )
+        for each in view.hosts
+    ]
+    columns = (
+        *("host!", "kept by", "desired>", "joining>", "ready>", "draining>", "other>"),
+        *("routers>", "workers>"),
+    )
+    return table("Hosts", columns, rows)
+
+
+def _of(there: int | None, desired: int | None) -> str:
+    """As many as there are, of as many as shall be."""
+    count = "?" if there is None else str(there)
+    return count if desired is None else f"{count}/{desired}"
+
+
 def held(view: views.StatusView) -> RenderableType | None:
     """What waits; None when nothing does."""
     rows = [

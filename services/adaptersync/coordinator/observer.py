@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 from msgspec.structs import replace
@@ -15,9 +16,11 @@ from adaptersync.coordinator import views
 from adaptersync.coordinator.overview import Overview, overview
 from adaptersync.coordinator.recent import STEP_S, Happened, Recent, order
 from adaptersync.coordinator.waits import waits
+from adaptersync_core import scaling
 from adaptersync_core.bus import follow
 from adaptersync_core.config import Config
-from adaptersync_core.errors import ControlError
+from adaptersync_core.errors import ControlError, ControlUnavailable
+from adaptersync_core.queue import worker_host, workers_key
 from adaptersync_core.records import Fleet
 from adaptersync_core.redis import Entry, RedisClient
 from adaptersync_core.registry import Registry
@@ -45,8 +48,21 @@ async def look(
         waits=waits(fleet, config),
         corrupt=views.corrupt(dict(zip(served, fields, strict=True))),
         cache_problem=await cache_problem(config.redis.cache_url),
+        scales=await scaling.asked(registry.client, registry.keys),
+        workers=await workers(registry),
     )
     return fleet, view
+
+
+async def workers(registry: Registry) -> dict[str, int] | None:
+    """How many take jobs, by host; None for who may not read the queue."""
+    try:
+        names = await registry.client.command("SMEMBERS", workers_key(registry.keys.group))
+    except ControlUnavailable:
+        raise
+    except ControlError:
+        return None
+    return dict(Counter(worker_host(name) for name in names))
 
 
 async def cache_problem(url: str) -> str:

@@ -10,12 +10,14 @@ from types import MappingProxyType
 
 from msgspec import Struct
 
+from adaptersync.coordinator.hosts import HostView, host_problems, hosts
 from adaptersync.coordinator.membership import slots_of
 from adaptersync.coordinator.waits import WaitView
 from adaptersync_core.keys import TRAINER_ALIVE_S
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import Ack, CacheReport, Fleet, RunRecord, SeenReplica
 from adaptersync_core.rollouts import UNKNOWN, Row
+from adaptersync_core.scaling import Scale
 from adaptersync_core.table import Member, RunEntry
 
 NOT_TOLD = ("type", "digest", "seq", "published_at", "engine_epoch", "incarnation", "generation")  # in events
@@ -81,6 +83,7 @@ class StatusView(Struct, frozen=True, kw_only=True):
     runs: list[RunView]
     routers: list[RouterView]
     waits: list[WaitView] = []
+    hosts: list[HostView] = []
 
 
 class AckView(Struct, frozen=True, kw_only=True):
@@ -144,10 +147,13 @@ def status(
     waits: Sequence[WaitView] = (),
     corrupt: Mapping[str, str] = MappingProxyType({}),
     cache_problem: str = "",
+    scales: Mapping[str, Scale] = MappingProxyType({}),
+    workers: Mapping[str, int] | None = None,
 ) -> StatusView:
     """The fleet as it is, what is wrong with it, and what `waits`.
 
-    `corrupt` says of a live version what was found wrong with its stored bytes.
+    `corrupt` says of a live version what was found wrong with its stored bytes. `scales` are what hosts were asked to
+    run, `workers` how many run there, None where that may not be read.
     """
     replicas = list(_replicas(fleet))
     runs = [_run(fleet, run) for run in sorted(fleet.runs.keys() | fleet.table.runs.keys())]
@@ -164,11 +170,13 @@ def status(
         for name, seen in sorted(fleet.routers.items())
         if seen.may_serve
     ]
+    placed = list(hosts(fleet, replicas, scales, workers))
     problems = [
         *_leader_problems(leader, lease_left_s),
         *_replica_problems(replicas, fleet.table.min_ready, alive_s),
         *(_run_problem(run) for run in runs if run.current and run.replicas < run.ready),
         *_router_problems(routers, alive_s),
+        *host_problems(placed),
         *(_corrupt_problem(version, reason) for version, reason in sorted(corrupt.items())),
         *([f"cache server: {cache_problem}"] if cache_problem else []),
     ]
@@ -183,6 +191,7 @@ def status(
         runs=runs,
         routers=routers,
         waits=list(waits),
+        hosts=placed,
     )
 
 
@@ -191,6 +200,8 @@ def _replicas(fleet: Fleet) -> Iterator[ReplicaView]:
     for name in sorted(fleet.table.members.keys() | fleet.replicas.keys()):
         member: Member | None = fleet.table.members.get(name)
         seen: SeenReplica | None = fleet.replicas.get(name)
+        if member is None and seen is not None and seen.report.draining:
+            continue  # it left in order, and its record is kept for a while
         epoch = seen.report.engine_epoch if seen else ""
         accepted = [v for v, ack in fleet.acks.get(name, {}).items() if _serves(ack, epoch)]
         yield ReplicaView(

@@ -29,7 +29,7 @@ from adaptersync_core.config import Config, as_text, variable
 from adaptersync_core.errors import ControlError, ControlUnavailable
 from adaptersync_core.figures import served
 from adaptersync_core.notify import Notifier
-from adaptersync_core.queue import DRAIN, VERIFY, Jobs, queue_name
+from adaptersync_core.queue import DRAIN, VERIFY, Jobs, queue_name, worker_name
 from adaptersync_core.redis import rq_connection, translated
 from adaptersync_core.telemetry import configure_logging
 
@@ -136,7 +136,7 @@ def run_worker(config: Config) -> None:
         connection.ping()  # rq would wait for ever, and without a word
         worker = PatientWorker(
             [queue],
-            name=f"adaptersync-{name}",
+            name=worker_name(socket.gethostname(), os.getpid()),
             connection=connection,
             serializer=JSONSerializer,
             job_class=ListedJob,

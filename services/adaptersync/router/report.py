@@ -7,6 +7,7 @@ Retirement waits for the first two. Whoever lacks something is looked up there, 
 from __future__ import annotations
 
 import logging
+import socket
 import time
 
 from adaptersync.router.lacking import Lacking
@@ -45,6 +46,7 @@ class Reporter:
         self._name = name
         self._max_age_s = max_age_s
         self._away = False
+        self._host = socket.gethostname()
         self.url = ""
 
     async def tell(self) -> Table | None:
@@ -58,6 +60,7 @@ class Reporter:
             incarnation=table.incarnation,
             max_age_s=self._max_age_s,
             url=self.url,
+            host=self._host,
             inflight=dict(self._proxy.serving),
             missing=self._lacking.report(),
             traffic=self._proxy.counts.report(self._ownership.inflight),

@@ -1,6 +1,6 @@
--- An operator asks the coordinator for something. It is a request, not a decision: the coordinator answers with an event.
--- KEYS: requests
--- ARGV: request id, request (JSON), how many may be open
+-- An operator asks for something: the coordinator, which answers with an event, or whoever keeps a host's services.
+-- KEYS: requests or scale
+-- ARGV: request id or host, what is asked for (JSON), how many there may be
 -- Reply: {'ok'} or {'full'}
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 and redis.call('HLEN', KEYS[1]) >= tonumber(ARGV[3]) then
   return {'full'}

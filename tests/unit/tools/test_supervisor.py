@@ -91,3 +91,29 @@ def test_what_is_away_when_all_is_stopped_does_not_come_back(tmp_path: Path) -> 
         with supervisor.away("sleeps"):
             supervisor.stop()
     assert (service.pid, service.restarts) == (None, 0)
+
+
+def test_a_service_that_retires_finishes_what_it_has_in_hand_and_is_not_started_again(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    ended = tmp_path / "ended"
+    code = (
+        "import pathlib, signal, sys, time\n"
+        "def end(*_): time.sleep(0.3); pathlib.Path(sys.argv[1]).write_text('1'); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "print('up', flush=True)\nwhile True: time.sleep(0.01)\n"
+    )
+    made = Spec(name="ends", command=(sys.executable, "-c", code, str(ended)), tier=0, grace_s=0.01)
+    service = supervisor.start(made)
+    wait_until_sync(lambda: "up" in service.log_path.read_text(), timeout_s=10)
+    supervisor.retire("ends", patience_s=10)
+    assert ended.exists()
+    assert (service.pid, service.restarts, supervisor.services) == (None, 0, {})
+
+
+def test_one_that_does_not_retire_is_ended(supervisor: Supervisor) -> None:
+    code = "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: None)\nprint('up', flush=True)\n"
+    service = supervisor.start(spec("stays", code + "while True: time.sleep(0.01)", grace_s=0.1))
+    wait_until_sync(lambda: "up" in service.log_path.read_text(), timeout_s=10)
+    supervisor.retire("stays", patience_s=0.1)
+    assert (service.pid, supervisor.services) == (None, {})

@@ -28,7 +28,9 @@ HOST = Host(python="/opt/adaptersync/bin/python", version=OLDEST)
 PARTS = (
     "coordinator.service",
     "router.service",
+    "router@.service",
     "worker.service",
+    "worker@.service",
     "agent@.service",
     "replica@.service",
     "janitor@.service",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
+import socket
 import tempfile
 import threading
 from pathlib import Path
@@ -14,6 +16,7 @@ from rich.text import Text
 from adaptersync_core.address import where
 from adaptersync_core.errors import ConfigError
 from adaptersync_core.keys import Keys
+from adaptersync_tools.keeper import Keeper
 from adaptersync_tools.output import Narrator, console
 from adaptersync_tools.up import Stack, StackSettings
 
@@ -40,8 +43,15 @@ LOOK_S = 0.5
     "--secured", multiple=True, metavar="RUN",
     help="Let nobody do more than it needs: users of Redis, keys of the router. Names a run to be trained; repeat it.",
 )  # fmt: skip
+@click.option("--engine-arguments", default="", help="More of each engine's own, as in a shell; they win over ours.")
 def up(
-    replicas: int, simulated: bool, model: Path | None, state_dir: Path, router_port: int, secured: tuple[str, ...]
+    replicas: int,
+    simulated: bool,
+    model: Path | None,
+    state_dir: Path,
+    router_port: int,
+    secured: tuple[str, ...],
+    engine_arguments: str,
 ) -> None:
     """Run a whole fleet on this machine.
 
@@ -72,11 +82,12 @@ def up(
             router_port=router_port,
             secured=secured,
             pages=True,
+            engine={"arguments": tuple(shlex.split(engine_arguments))},
         )
         try:
             with Stack(chosen, narrator) as stack:
                 _introduce(stack)
-                _stay(stack)
+                _stay(stack, Keeper(stack, socket.gethostname()))
         finally:
             narrator.quiet()
     out.print("stopped")
@@ -93,18 +104,22 @@ def _introduce(stack: Stack) -> None:
     events = f"redis-cli -u {scheme}://{server.rpartition('//')[2]} XRANGE '{stream}' - +"
     out.print(Text.assemble("events      ", events), soft_wrap=True)
     out.print(f"logs        {stack.logs}")
+    out.print(Text("grow        adaptersync scale N", "dim"))
     out.print(Text("look        adaptersync top · status · versions · events --follow", "dim"))
     out.print(Text("stop        Ctrl-C", "dim"), end="\n\n")
 
 
-def _stay(stack: Stack) -> None:
+def _stay(stack: Stack, keeper: Keeper) -> None:
     """Until an interrupt, which is how this is meant to end; an error when a service is given up."""
     pause = threading.Event()
     try:
+        keeper.announce()
         while not pause.wait(LOOK_S):
             stack.check()
+            keeper.follow()
     except KeyboardInterrupt:
         console(stderr=True).print("stopping (Ctrl-C again: at once)")
+        keeper.leave()
 
 
 def interrupt_on_sigterm() -> None:

@@ -62,7 +62,13 @@ def _print_status(view: views.StatusView) -> None:
     for problem in view.problems:
         out.print(Text(f"  ! {problem}", "red"))
     out.print()
-    for part in (screen.replicas(view), screen.runs(view), screen.routers(view), screen.held(view)):
+    for part in (
+        screen.replicas(view),
+        screen.hosts(view),
+        screen.runs(view),
+        screen.routers(view),
+        screen.held(view),
+    ):
         if part is not None:
             out.print(part)
 

@@ -85,7 +85,15 @@ def coordinator(config_path: Path | None, name: str | None) -> None:
 @click.option("--host", help="Address to listen on.")
 @click.option("--port", type=int, help="Port to listen on.")
 @click.option("--workers", type=int, help="Processes that share the port.")
-def router(config_path: Path | None, name: str | None, host: str | None, port: int | None, workers: int | None) -> None:
+@number_option("--number", "number", help="Router N of this host: N is added to its name and port.")
+def router(
+    config_path: Path | None,
+    name: str | None,
+    host: str | None,
+    port: int | None,
+    workers: int | None,
+    number: int | None,
+) -> None:
     """Run a router: OpenAI's API in front of all replicas.
 
     \b
@@ -94,7 +102,11 @@ def router(config_path: Path | None, name: str | None, host: str | None, port: i
     """
     from adaptersync.router.app import run_router
 
-    config = settings(config_path, router__name=name, router__host=host, router__port=port, router__workers=workers)
+    given = {"router__name": name, "router__host": host, "router__port": port, "router__workers": workers}
+    config = settings(config_path, **given)
+    if number:
+        given |= {"router__name": f"{config.router.name}-{number}", "router__port": config.router.port + number}
+        config = settings(config_path, **given)
     configure_logging("router", config.router.name)
     run_router(config)
 
@@ -131,7 +143,8 @@ def relay(
 
 @click.command()
 @config_option
-def worker(config_path: Path | None) -> None:
+@number_option("--number", "number", help="Worker N of this host: N is added to its port for metrics, if it has one.")
+def worker(config_path: Path | None, number: int | None) -> None:
     """Run a worker for jobs off the critical path.
 
     \b
@@ -140,7 +153,10 @@ def worker(config_path: Path | None) -> None:
     """
     from adaptersync.jobs.app import run_worker
 
-    run_worker(settings(config_path))
+    config = settings(config_path)
+    if number and config.jobs.metrics_port:
+        config = settings(config_path, jobs__metrics_port=config.jobs.metrics_port + number)
+    run_worker(config)
 
 
 @click.command()

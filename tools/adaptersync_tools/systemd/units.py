@@ -1,8 +1,9 @@
 """Every file of ours below /etc for systemd, made from the settings. Pure: nothing is read, nothing is asked.
 
-The coordinator, the router and the worker are one a host; agents and engines one an instance number, which is that of
-their GPU. Settings reach services as a credential, so that their file may be root's alone; an engine gets what it needs
-of them in its unit, and no secret. `adaptersync.target` starts and stops all.
+The coordinator is one a host, and so are the router and the worker unless more are asked for by number; agents and
+engines are one an instance number, which is that of their GPU. Settings reach services as a credential, so that their
+file may be root's alone; an engine gets what it needs of them in its unit, and no secret. `adaptersync.target` starts
+and stops all.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class _Units:
         yield "adaptersync.target", self._target()
         yield "adaptersync-coordinator.service", self._coordinator()
         yield "adaptersync-router.service", self._router()
+        yield "adaptersync-router@.service", self._router(" --number %i", "%i")
         yield "adaptersync-worker.service", self._worker()
+        yield "adaptersync-worker@.service", self._worker(" --number %i", "%i")
         yield "adaptersync-agent@.service", self._agent()
         if self._config.engine.model:
             yield "adaptersync-replica@.service", self._replica()
@@ -129,30 +132,31 @@ class _Units:
         ]
         return self._service("coordinator", service, needs=(self._store,))
 
-    def _router(self) -> str:
+    def _router(self, more: str = "", of: str = "") -> str:
         settings = self._config.router
         named = settings.name != RouterSection().name
         command = "router" if named else "router --name router-%l"
         memory = settings.workers * (settings.inflight_bytes + settings.arriving_bytes + GIB)
         service = [
-            *self._run_as(command, watchdog_s=30.0, stop_s=DRAIN_S),
+            *self._run_as(command + more, watchdog_s=30.0, stop_s=DRAIN_S),
             ("ReadWritePaths", self._spool),
             ("InaccessiblePaths", f"-{self._store}"),
             ("UMask", "0077"),
             *_bounds(memory, files=max(65536, 2 * settings.connections + 1024), tasks=64 + 32 * settings.workers),
         ]
         after = "adaptersync-coordinator.service"
-        return self._service("router", service, needs=(self._spool,), after=after)
+        return self._service("router", service, needs=(self._spool,), after=after, of=of)
 
-    def _worker(self) -> str:
+    def _worker(self, more: str = "", of: str = "") -> str:
         # the job in hand is finished first
         service = [
-            *self._run_as("worker", watchdog_s=180.0, stop_s=JOB_TIMEOUT_S + STOP_S),
+            *self._run_as("worker" + more, watchdog_s=180.0, stop_s=JOB_TIMEOUT_S + STOP_S),
             ("ReadWritePaths", self._store),
             ("UMask", "0027"),
             *_bounds(4 * GIB, files=4096, tasks=64),
         ]
-        return self._service("worker", service, needs=(self._store,), after="adaptersync-coordinator.service")
+        after = "adaptersync-coordinator.service"
+        return self._service("worker", service, needs=(self._store,), after=after, of=of)
 
     def _agent(self) -> str:
         settings = self._config.agent

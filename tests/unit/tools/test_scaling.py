@@ -1,0 +1,207 @@
+"""How many services a host runs: what is asked for, what is done about it, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from adaptersync.coordinator import views
+from adaptersync.coordinator.hosts import HostView, host_problems, hosts
+from adaptersync_core.errors import ControlError, NameInvalid
+from adaptersync_core.records import Fleet, ReplicaReport, RouterReport, SeenReplica, SeenRouter
+from adaptersync_core.scaling import SYSTEMD, UP, Scale, check
+from adaptersync_core.table import Member, Table
+from adaptersync_tools.cli.scaling import check_floor, wanted
+from adaptersync_tools.keeper import Step, let_go, next_step
+from adaptersync_tools.systemd import scale as systemd
+
+HOST = "gpu-1"
+RUNNING = Scale(replicas=2, routers=1, workers=1, keeper=UP)
+
+
+def report(host: str = HOST, *, draining: bool = False) -> SeenReplica:
+    said = ReplicaReport(
+        url="http://a", base_model="base", engine_epoch="e", max_loras=4, max_cpu_loras=4, max_lora_rank=8,
+        block_size=16, host=host, draining=draining,
+    )  # fmt: skip
+    return SeenReplica(report=said, age_s=0.1)
+
+
+def member(state: str = "ready") -> Member:
+    return Member(state=state, url="http://a", engine_epoch="e", since=900.0, block_size=16)  # type: ignore[arg-type]
+
+
+def fleet(members: dict[str, str], *, generation: int = 7, routers: tuple[int, ...] = (7,)) -> Fleet:
+    table = Table(
+        generation=generation,
+        incarnation="i",
+        min_ready=1,
+        members={name: member(state) for name, state in members.items()},
+    )
+    seen = {
+        f"router-{n}": SeenRouter(report=RouterReport(generation=at, incarnation="i", host=HOST), age_s=0.1)
+        for n, at in enumerate(routers)
+    }
+    return Fleet(
+        now=1000.0, table=table, runs={}, published={}, replicas={name: report() for name in members}, acks={},
+        routers=seen, requests={},
+    )  # fmt: skip
+
+
+def status_of(fleet: Fleet) -> views.StatusView:
+    return views.status(fleet, group="g", leader="c", lease_left_s=3.0, alive_s=5.0)
+
+
+def view(**more: int | str | None) -> HostView:
+    made = HostView(
+        host=HOST, keeper=UP, desired=2, joining=0, ready=2, draining=0, other=0, routers=1, routers_desired=1,
+        workers=1, workers_desired=1,
+    )  # fmt: skip
+    return replace(made, **more)
+
+
+def test_what_is_wanted_is_started_before_what_is_not_is_ended() -> None:
+    asked = replace(RUNNING, replicas=1, workers=2)
+    assert next_step(asked, RUNNING) == Step("workers", True)
+    assert next_step(replace(asked, workers=1), RUNNING) == Step("replicas", False)
+    assert next_step(RUNNING, RUNNING) is None
+
+
+@pytest.mark.parametrize(
+    ("members", "routers", "gone"),
+    [
+        ({"a": "ready"}, (7,), False),  # the coordinator has not taken it out
+        ({"a": "draining"}, (7, 7), True),
+        ({"a": "draining"}, (7, 6), False),  # one router still serves from an older table
+        ({}, (7,), True),
+        ({}, (), True),
+    ],
+)
+def test_a_replica_is_let_go_of_when_no_router_may_ask_it(
+    members: dict[str, str], routers: tuple[int, ...], gone: bool
+) -> None:
+    assert let_go(fleet(members, routers=routers), "a", since=7) is gone
+
+
+def test_a_router_of_another_life_of_redis_has_not_let_go() -> None:
+    now = fleet({"a": "draining"})
+    assert not let_go(replace(now, table=replace(now.table, incarnation="j")), "a", since=7)
+
+
+def test_a_host_shows_what_it_was_asked_to_run_beside_what_it_runs() -> None:
+    now = fleet({"a": "ready", "b": "joining", "c": "draining", "d": "ejected"})
+    placed = status_of(now).replicas
+    (shown,) = hosts(now, placed, {HOST: Scale(replicas=4, routers=2, workers=3, keeper=UP)}, {HOST: 1})
+    assert shown == view(
+        desired=4, ready=1, joining=1, draining=1, other=1, routers_desired=2, workers=1, workers_desired=3
+    )
+    assert not shown.settled
+    assert view().settled
+    for more in ({"ready": 1}, {"joining": 1}, {"draining": 1}, {"other": 1}, {"routers": 0}, {"workers": 2}):
+        assert not view(**more).settled, more
+    assert view(workers=None).settled  # who may not read the queue goes by the rest
+
+
+def test_too_few_on_a_host_is_a_problem_and_what_drains_is_none() -> None:
+    assert list(host_problems([view(ready=1, draining=1)])) == [
+        "gpu-1 is to run 2 replicas, and runs 1 (adaptersync scale)"
+    ]
+    assert list(host_problems([view(ready=1, joining=1), view(draining=1), view(desired=None, ready=0)])) == []
+
+
+def test_who_left_in_order_is_not_shown_while_its_record_is_kept() -> None:
+    now = fleet({"a": "ready"})
+    left = replace(now, replicas={**now.replicas, "b": report(draining=True), "c": report()})
+    assert [each.replica for each in status_of(left).replicas] == ["a", "c"]
+
+
+def test_what_was_not_named_stays_as_it_was_asked_for_or_as_it_is() -> None:
+    assert wanted(RUNNING, None, 4, None, None) == replace(RUNNING, replicas=4)
+    assert wanted(RUNNING, view(routers=9), None, 2, 0) == replace(RUNNING, routers=2, workers=0)
+    assert wanted(None, view(routers=3, workers=None), 4, None, 2) == Scale(replicas=4, routers=3, workers=2)
+    assert wanted(None, None, None, None, None) == Scale(replicas=0, routers=0, workers=0, keeper=SYSTEMD)
+
+
+@pytest.mark.parametrize(
+    ("host", "scale", "said"),
+    [
+        ("no host", RUNNING, "not the name of a host"),
+        (HOST, replace(RUNNING, replicas=65), "0 to 64 replicas"),
+        (HOST, replace(RUNNING, workers=-1), "0 to 16 workers"),
+        (HOST, replace(RUNNING, routers=0), "goes with the fleet"),
+        (HOST, replace(RUNNING, replicas=5, most=4), "can run 4 replicas"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(host: str, scale: Scale, said: str) -> None:
+    with pytest.raises((ControlError, NameInvalid), match=said):
+        check(host, scale)
+    check(HOST, replace(RUNNING, keeper=SYSTEMD, routers=0, replicas=64))
+
+
+def test_fewer_than_the_floor_wants_a_word_more() -> None:
+    status = replace(status_of(fleet({"a": "ready", "b": "ready"})), hosts=[view(), view(host="gpu-2", ready=1)])
+    with pytest.raises(ControlError, match=r"1 replicas would be left, coordinator\.min_ready is 2"):
+        check_floor(status, HOST, replace(RUNNING, replicas=0), 2)
+    check_floor(status, HOST, replace(RUNNING, replicas=1), 2)
+    check_floor(status, "gpu-3", replace(RUNNING, replicas=0), 9)  # of more, or of as many, nothing is lost
+
+
+UNITS = frozenset(
+    (
+        "adaptersync-agent@0.service",
+        "adaptersync-agent@3.service",
+        "adaptersync-router.service",
+        "adaptersync-x.service",
+    )
+)
+
+
+def test_units_are_started_before_others_are_stopped_highest_first_and_one_at_a_time() -> None:
+    asked = Scale(replicas=2, routers=2, workers=0)
+    enable, disable = ("systemctl", "enable", "--now"), ("systemctl", "disable", "--now")
+    assert systemd.commands(asked, UNITS, engines=True) == [
+        (*enable, "adaptersync-replica@1.service", "adaptersync-agent@1.service"),
+        (*enable, "adaptersync-router@1.service"),
+        (*disable, "adaptersync-replica@3.service", "adaptersync-agent@3.service"),
+    ]
+    many = frozenset(f"adaptersync-agent@{number}.service" for number in range(12))
+    stopped = systemd.commands(replace(asked, replicas=9, routers=0), many, engines=False)
+    assert stopped == [(*disable, f"adaptersync-agent@{number}.service") for number in (11, 10, 9)]
+
+
+def test_units_of_another_host_are_known_by_its_replicas_names() -> None:
+    placed = status_of(fleet({"gpu-1-0": "ready", "gpu-1-2": "draining", "gpu-10-5": "ready", "replica-1": "ready"}))
+    assert systemd.units_of(placed.replicas, "GPU-1.example.org") == {
+        "adaptersync-agent@0.service",
+        "adaptersync-agent@2.service",
+    }
+
+
+def test_what_runs_is_asked_of_systemd_itself_and_a_failure_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "systemctl"
+    tool.write_text(
+        f"#!{sys.executable}\nimport sys\n"
+        "if 'list-units' in sys.argv: print('adaptersync-agent@1.service loaded active running adaptersync agent 1')\n"
+        "else: sys.exit('Access denied: ' + ' '.join(sys.argv[1:]))\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert systemd.running_units() == {"adaptersync-agent@1.service"}
+    with pytest.raises(ControlError, match=r"Access denied: enable --now adaptersync-agent@2\.service; ok"):
+        systemd.run(("systemctl", "enable", "--now", "adaptersync-agent@2.service; ok"))  # one word: there is no shell
+
+
+def test_a_numbered_router_has_a_name_and_a_port_of_its_own() -> None:
+    code = (
+        "import adaptersync.router.app as app; from adaptersync_tools.cli import main\n"
+        "app.run_router = lambda config: print(config.router.name, config.router.port)\n"
+        "main(['router', '--name', 'router-a', '--port', '8080', '--number', '2'])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert run.stdout == "router-a-2 8082\n", run.stderr

@@ -37,6 +37,7 @@ SCRIPTS = "eval evalsha"
 # rq's own keys: whoever asks for jobs, or does them, shares them all
 QUEUE_ROLES: tuple[Role, ...] = ("coordinator", "worker", "operator")
 QUEUE_KEYS = "rq:*"
+WORKERS = "rq:workers:adaptersync-{group}"  # those that look for jobs of a group
 QUEUE_CHANNELS = "rq:pubsub:*"
 # not @write, nor @read: they have commands without keys, such as FLUSHALL
 QUEUE_COMMANDS = (
@@ -115,6 +116,8 @@ def rules(group: str, instance: Instance, *, server: Server | None = None) -> It
         if role in spec.access or role in spec.readers:
             for command in f"{READING[spec.type]} {ANY_TYPE}".split():
                 reads[command].append(head + re.sub(r"\{\w+\}", "*", spec.pattern))
+    if role == "reader" and server != "cache":
+        reads["smembers"].append(WORKERS.format(group=group))
     yield from _selectors(reads, "%R~")
     yield from _selectors(writes, "~")
     if reads:

@@ -13,6 +13,7 @@ from rq.exceptions import DuplicateJobError
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
+from adaptersync_core.access import WORKERS
 from adaptersync_core.config import Config
 from adaptersync_core.redis import rq_connection, translated
 
@@ -30,7 +31,7 @@ def queue_name(group: str) -> str:
 
 def workers_key(group: str) -> str:
     """The set in which rq keeps the keys of those that look for jobs here."""
-    return f"rq:workers:{queue_name(group)}"
+    return WORKERS.format(group=group)
 
 
 def worker_name(host: str, pid: int) -> str:

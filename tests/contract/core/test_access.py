@@ -9,7 +9,9 @@ from urllib.parse import quote, urlsplit
 import pytest
 import redis
 
+from adaptersync.coordinator.observer import workers
 from adaptersync.jobs.ledger import drain
+from adaptersync_core import scaling
 from adaptersync_core.access import OWNS, READING, Instance, rules
 from adaptersync_core.config import load_config
 from adaptersync_core.errors import ControlError
@@ -210,8 +212,13 @@ async def test_a_reader_sees_everything_and_changes_nothing(registry: Callable[[
     await reader.leader()
     await reader.ready()
     await reader.client.read_stream(KEYS.rollouts, "0")
+    assert await scaling.asked(reader.client, KEYS) == {}
+    assert await workers(reader) == {}
+    assert await workers(registry("router")) is None
     for call in (
         reader.request(Request(kind="rollback", run="run-a")),
+        scaling.ask(reader.client, KEYS, "host", scaling.Scale(replicas=1)),
+        scaling.forget(registry("coordinator").client, KEYS, "host"),
         reader.begin_run("run-a", nonce="n", max_staleness=1, trainer="host"),
         reader.verified(V1, ok=True, reason=""),
     ):

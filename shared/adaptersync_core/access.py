@@ -47,6 +47,7 @@ QUEUE_COMMANDS = (
 QUEUE_KEYLESS = "unwatch info publish subscribe unsubscribe psubscribe punsubscribe script|load script|exists"
 WORKING_KEYLESS = "client|info"  # a worker of rq looks itself up
 LOOKING_KEYLESS = "info"  # for `status`: what kind of server this is
+LOOKING = "zrange zrevrange zcard zscore hget hmget xrevrange"  # and at which jobs have failed
 
 # Of which part of a key's name an instance of a role is the owner. A trainer owns its run's versions, too.
 OWNS: dict[Role, str] = {"trainer": "run", "agent": "replica", "router": "router"}
@@ -122,6 +123,8 @@ def rules(group: str, instance: Instance, *, server: Server | None = None) -> It
     yield from _selectors(writes, "~")
     if reads:
         yield f"({_allowed(SCRIPTS)} ~{head}*)"
+    if role == "reader" and server != "cache":
+        yield f"({_allowed(LOOKING)} %R~{QUEUE_KEYS})"
     if queues:
         yield f"({_allowed(QUEUE_COMMANDS)} ~{QUEUE_KEYS})"
 

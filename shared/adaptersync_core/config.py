@@ -76,8 +76,12 @@ class StoreSection(Section, frozen=True, kw_only=True):
     path: str = "/var/lib/adaptersync/store"
     """Where trainers publish; replicas mount it, read-only if they can."""
     keep_last: int = 0
-    """How many versions of a run its trainer leaves in the store, the latest, beside those that the table names; older
-    ones it removes about once a minute. 0: it removes none."""
+    """How many versions of a run stay in the store, the latest, beside those that the table names; older ones are
+    removed by its trainer about once a minute, and by workers at jobs.retention_cron. 0: this removes none."""
+    keep_every: int = 0
+    """Of those that would go, each whose number this divides stays: 100 keeps v100, v200, and so on. 0: none does."""
+    keep_for_s: float = 0.0
+    """Versions that were stored so lately stay, and with keep_last 0 all that are older go. 0: age is no reason."""
 
 
 class CoordinatorSection(Section, frozen=True, kw_only=True):
@@ -100,6 +104,13 @@ class CoordinatorSection(Section, frozen=True, kw_only=True):
     """How long an ejected replica stays out before it may join again."""
     gate: bool = False
     """Promote a version only when an operator admits it, after every replica proved it: adaptersync gate."""
+    gate_function: str = ""
+    """A function of yours that a worker asks about each version at the gate, as module:function (deploy/JOBS.md): it
+    admits or refuses in an operator's place. There is a gate where there is one. Empty: operators alone answer."""
+    gate_timeout_s: float = 600.0
+    """How long it may take, from when the version waits at the gate, also where no worker runs."""
+    gate_inconclusive: Literal["hold", "admit", "refuse"] = "hold"
+    """What becomes of a version of which it cannot say, fails, or does not say in time. `hold`: an operator decides."""
     metrics_port: int = 0
     """Where Prometheus reads its figures, at /metrics; each service of a host needs its own. 0: nowhere."""
 
@@ -296,6 +307,23 @@ class TrainerSection(Section, frozen=True, kw_only=True):
 class JobsSection(Section, frozen=True, kw_only=True):
     verify: bool = True
     """Read every promoted version again, off the critical path."""
+    verify_cron: str = "30 3 * * *"
+    """When workers read again all that is served, as crontab has it: minute, hour, day of the month, month, day of the
+    week, by the worker's own time zone. What came due while none ran is made up for. Empty: never; so it is with the
+    next two."""
+    retention_cron: str = "0 4 * * *"
+    """When they remove what store.keep_last, store.keep_every and store.keep_for_s let go, of all runs."""
+    tidy_cron: str = "0 5 * * 0"
+    """When they remove what killed publishers and exports left."""
+    export_path: str = ""
+    """A directory that versions are exported to, each in one called as it is. Empty: none are."""
+    hub_namespace: str = ""
+    """A user or organization of the Hub that versions are exported to, each run in a private repository of its name.
+    Needs the extra `hub`. Empty: none are."""
+    hub_url: str = "https://huggingface.co"
+    """The Hub."""
+    hub_token_file: str = ""
+    """A file with a token that may write there."""
     metrics_port: int = 0
     """Where Prometheus reads its figures, at /metrics; each service of a host needs its own. 0: nowhere."""
     ledger_s: float = 60.0
@@ -371,8 +399,8 @@ def load_config(
 
 
 def _completed(config: Config) -> Config:
-    """With addresses of servers that say all that is needed to be let in."""
-    ours = config.redis
+    """With addresses of servers that say all that is needed to be let in, and a gate where a function answers at it."""
+    ours, gate = config.redis, config.coordinator
     user_and_files = {
         "user": ours.user,
         "password_file": ours.password_file,
@@ -385,7 +413,8 @@ def _completed(config: Config) -> Config:
         for name, url in (("control_url", ours.control_url), ("cache_url", ours.cache_url))
         if url
     }
-    return replace(config, redis=replace(ours, **urls))
+    gate = replace(gate, gate=gate.gate or bool(gate.gate_function))
+    return replace(config, redis=replace(ours, **urls), coordinator=gate)
 
 
 def names() -> list[str]:

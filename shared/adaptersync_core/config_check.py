@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ REDIS_SCHEMES = ("redis", "rediss", "unix")
 WORKERS = 64  # processes of one router
 SPOOL_MIN_BYTES = 16_384  # a few rows
 BLOCKS = 4096  # of one prompt: one script call takes them all, and meanwhile the cache server serves nobody else
-NEVER = ("session_s", "ledger_s")  # durations that may be 0
+NEVER = ("session_s", "ledger_s", "keep_for_s")  # durations that may be 0
 LEDGER_KEPT_MIN_S = 60  # routers look every second whether Redis lost what it took; some are stopped for a moment
 NO_SECRET = f"setting has {HIDDEN} where adaptersync config left out a secret"
 # with 0, nothing would be served
@@ -125,6 +126,7 @@ def check(config: Config) -> None:
             key="jobs.ledger_kept_s",
             value=config.jobs.ledger_kept_s,
         )
+    _check_jobs(config)
     if config.group.blocks_per_request > BLOCKS:
         raise ConfigError(
             f"setting must be at most {BLOCKS}: the cache server serves nobody else while it looks them up",
@@ -133,6 +135,22 @@ def check(config: Config) -> None:
         )
     if not 1 <= config.router.workers <= WORKERS:
         raise ConfigError(f"setting must be 1 to {WORKERS}", key="router.workers", value=config.router.workers)
+
+
+def _check_jobs(config: Config) -> None:
+    gate, jobs = config.coordinator, config.jobs
+    if gate.gate_function and not re.fullmatch(r"[^\W\d][\w.]*:[^\W\d]\w*", gate.gate_function):
+        raise ConfigError("setting must be module:function", key="coordinator.gate_function", value=gate.gate_function)
+    for key in ("verify_cron", "retention_cron", "tidy_cron"):
+        value = getattr(jobs, key)
+        if value and not re.fullmatch(r"\S+( +\S+){4}", value):
+            raise ConfigError('setting must be five fields, as "30 3 * * *"', key=f"jobs.{key}", value=value)
+    if jobs.export_path and not Path(jobs.export_path).is_absolute():
+        raise ConfigError("setting must be an absolute path", key="jobs.export_path", value=jobs.export_path)
+    if jobs.hub_namespace and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}", jobs.hub_namespace):
+        raise ConfigError("setting must be a user or organization", key="jobs.hub_namespace", value=jobs.hub_namespace)
+    if not jobs.hub_url.startswith(("http://", "https://")):
+        raise ConfigError("setting must be an address as https://host", key="jobs.hub_url", value=jobs.hub_url)
 
 
 def is_loopback(host: str) -> bool:

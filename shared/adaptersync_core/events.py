@@ -95,6 +95,14 @@ class VersionReady(Event, frozen=True, kw_only=True, tag="version.ready"):
     replicas: str
 
 
+class VersionHeld(Event, frozen=True, kw_only=True, tag="version.held"):
+    """The gate's function could not say, or did not in time: the version goes on waiting, for an operator."""
+
+    version: str
+    generation: int
+    reason: str
+
+
 class VersionPromoted(Event, frozen=True, kw_only=True, tag="version.promoted"):
     """Every ready replica serves the version; it is current from here on. `waited_s` counts from publication."""
 
@@ -184,6 +192,7 @@ AnyEvent = (
     | VersionStaging
     | ReplicaAcked
     | VersionReady
+    | VersionHeld
     | VersionPromoted
     | VersionSuperseded
     | VersionRolledBack

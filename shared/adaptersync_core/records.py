@@ -173,7 +173,8 @@ class Request(Struct, frozen=True, kw_only=True):
     """What an operator asks for: `rollback` voids the current version of `run` (to `version`, or the one before).
 
     Where `version` is on its way in, it is given up and nothing is voided. `admit` promotes a version that waits at
-    the gate, `refuse` rolls it back. `current` is what whoever asks for a rollback saw as the run's current version,
+    the gate, `refuse` rolls it back, `inconclusive` leaves it to what the settings say. `retire` gives up all that a
+    run that has ended still serves. `current` is what whoever asks for a rollback saw as the run's current version,
     empty for none: once another is, the request is refused. None voids whatever is current when it is answered.
     """
 

@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -28,6 +28,8 @@ FILE_MODE = 0o644  # readable by the serving side whatever user it runs as; safe
 DIRECTORY_MODE = 0o755
 STAGING_S = 86400.0  # a publication that began so long ago is not on its way any more
 _STAGING, _REMOVED = ".staging-", ".removed-"  # hidden beside the versions
+_NUMBERS = ".numbers"  # of a run whose newest version was removed
+_CLOCK = ".clock-"  # in the root, for a moment
 
 log = logging.getLogger(__name__)
 
@@ -109,12 +111,42 @@ class ArtifactStore:
             for entry in entries:
                 if entry.name.startswith((_STAGING, _REMOVED)):
                     with contextlib.suppress(FileNotFoundError):
-                        if now - entry.stat().st_mtime > STAGING_S:
+                        if now - entry.stat().st_mtime <= STAGING_S:
+                            continue
+                        if entry.is_dir(follow_symlinks=False):
                             shutil.rmtree(entry.path, ignore_errors=True)
+                        else:
+                            Path(entry.path).unlink(missing_ok=True)
+
+    def younger(self, adapter_ids: Sequence[str], age_s: float) -> set[str]:
+        """Those that were stored within `age_s`, by the clock of the disk: other hosts' may be wrong."""
+        clock = self.root / f"{_CLOCK}{secrets.token_hex(4)}"
+        try:
+            clock.touch()
+            now = clock.stat().st_mtime
+        finally:
+            clock.unlink(missing_ok=True)
+        found = set()
+        for name in adapter_ids:
+            with contextlib.suppress(FileNotFoundError):
+                if now - self.directory(name).stat().st_mtime <= age_s:
+                    found.add(name)
+        return found
 
     def remove(self, adapter_id: str) -> None:
-        """Take a version out of the store, all or nothing. A repeat is a no-op."""
+        """Take a version out of the store, all or nothing. A repeat is a no-op.
+
+        Of a run's newest its numbers stay: a Redis that lost them must give none again.
+        """
         place = self.directory(adapter_id)
+        run = place.parent.name
+        names = self.versions_of(run)
+        if names and names[-1] == adapter_id:
+            content = msgspec.json.encode(self.highest(run))
+            written = place.parent / f"{_STAGING}numbers-{secrets.token_hex(4)}"
+            write_durably(written, content)
+            written.rename(place.parent / _NUMBERS)
+            sync_directory(place.parent)
         removed = place.parent / f"{_REMOVED}{adapter_id}-{secrets.token_hex(4)}"
         with contextlib.suppress(FileNotFoundError):
             place.rename(removed)
@@ -158,7 +190,7 @@ class ArtifactStore:
                 yield from _versions_in(run)
 
     def highest(self, run: str) -> tuple[int, int]:
-        """The highest epoch and sequence number of a run's versions; zeros when it has none.
+        """The highest epoch and sequence number of a run's versions, removed ones too; zeros when it had none.
 
         The epoch is that of the newest whose manifest can be read: a broken one must not end the run.
         """
@@ -170,7 +202,11 @@ class ArtifactStore:
                 break
             except StoreError as error:
                 log.warning("trainer's epoch is looked for in an older version: %s", error)
-        return epoch, parse_adapter_id(names[-1]).seq if names else 0
+        seq = parse_adapter_id(names[-1]).seq if names else 0
+        with contextlib.suppress(FileNotFoundError):
+            before = msgspec.json.decode((self.root / run / _NUMBERS).read_bytes(), type=tuple[int, int])
+            epoch, seq = max(epoch, before[0]), max(seq, before[1])
+        return epoch, seq
 
 
 def _changed(manifest: Manifest, source: Path, what: str, file: str | float | None) -> AdapterInvalid:

@@ -24,8 +24,9 @@ class LiveVersion(Struct, frozen=True, kw_only=True):
 
     `drained` is set on a retiring version once no router sends to it: agents then unload it. `changed_in` is the
     generation in which `state` was entered. `fate` is what its record says once it is gone. `admitted` is set on a
-    ready version that an operator let through the gate. `exposed` marks one that some router may have been told to
-    serve although this table never said so: a promotion of it may have been lost.
+    ready version that was let through the gate; `held` says why the gate's function left it to an operator. `exposed`
+    marks one that some router may have been told to serve although this table never said so: a promotion of it may
+    have been lost.
     """
 
     run: str
@@ -38,6 +39,7 @@ class LiveVersion(Struct, frozen=True, kw_only=True):
     changed_in: int
     drained: bool = False
     admitted: bool = False
+    held: str = ""
     exposed: bool = False
     fate: Fate = "retired"
 

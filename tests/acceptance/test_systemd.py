@@ -65,8 +65,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
         for address in (PEER, STRANGER):
             host.run("ip", "address", "add", f"{address}/32", "dev", "lo")
         units = [f"{name}.service" for name in (*SERVICES, *AGENTS)]
-        timers = [f"adaptersync-janitor-{task}.timer" for task in ("verify", "tidy")]
-        host.systemctl("enable", *units, *timers)
+        host.systemctl("enable", *units)
         host.systemctl("start", "adaptersync.target")
         yield host
 
@@ -96,12 +95,11 @@ def test_a_version_is_published_proved_served_and_verified_in_the_sandbox(host: 
     host.adaptersync("publish", "/srv/adapter-0", "--run", "run")
     wait_until_sync(lambda: set(replicas(host).values()) == {"ready"}, timeout_s=30.0)
     assert complete(host) == "200"
-    host.systemctl("start", "adaptersync-janitor@verify", "adaptersync-janitor@tidy")
+    for task in ("verify", "tidy", "retention"):
+        host.adaptersync("jobs", "--ask", task)
     wait_until_sync(
         lambda: "verified" in host.adaptersync("versions").stdout, timeout_s=30.0, what="a worker has verified it"
     )
-    for task in ("verify", "tidy"):
-        assert host.shown(f"adaptersync-janitor-{task}.timer", "ActiveState") == "active"
 
 
 def test_the_ledger_is_archived_and_figures_are_served_in_the_sandbox(host: Host) -> None:

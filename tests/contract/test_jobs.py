@@ -193,7 +193,7 @@ def run_worker(config: Config, *, log: Path, **settings: str) -> subprocess.Pope
 
 
 def ask(config: Config, version: str) -> str:
-    with contextlib.closing(Jobs(config)) as jobs:
+    with Jobs(config) as jobs:
         return jobs.verify(version)
 
 
@@ -231,7 +231,7 @@ def test_nothing_is_kept_of_those_that_were_asked_for(config: Config, version: s
     with contextlib.closing(Jobs(config)) as jobs:
         for _ in range(5):
             jobs.verify(version)
-            jobs.drain()
+            jobs.round("ledger")
     assert len(rq.scripts._registered_scripts) <= before + 1
 
 

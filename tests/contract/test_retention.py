@@ -81,7 +81,7 @@ async def test_a_removal_that_fails_keeps_nobody_from_publishing(
     def away(*_: object, **__: object) -> list[str]:
         raise ControlUnavailable("Redis cannot be reached")
 
-    monkeypatch.setattr(publisher_module, "removable", away)
+    monkeypatch.setattr(publisher_module, "due", away)
     config = replace(group.config, store=replace(group.config.store, keep_last=1))
     async with publishing(config) as publisher:
         with caplog.at_level(logging.WARNING):

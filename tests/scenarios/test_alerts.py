@@ -313,7 +313,7 @@ def test_jobs_fail(config: Config, tmp_path: Path) -> None:
             told = {name for name in before if name.startswith("adaptersync_")}
             assert told == {metric("worker", figure) for figure in TABLES["worker"]}
             assert not promql.value(EXPRESSIONS["AdapterSyncJobsFail"], before, before)
-            with contextlib.closing(Jobs(config)) as jobs:
+            with Jobs(config) as jobs:
                 jobs.verify("nobody-v1-0123456789ab")
             fires = EXPRESSIONS["AdapterSyncJobsFail"]
             wait_until_sync(lambda: promql.value(fires, before, promql.scrape(url)), timeout_s=30)

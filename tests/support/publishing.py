@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -55,8 +55,10 @@ def config_of(redis_url: str, cache_url: str, directory: Path) -> Config:
 
 
 @asynccontextmanager
-async def living_group(redis_url: str, cache_url: str, tmp_path: Path) -> AsyncIterator[Group]:
-    config = config_of(redis_url, cache_url, tmp_path)
+async def living_group(
+    redis_url: str, cache_url: str, tmp_path: Path, *, change: Callable[[Config], Config] = lambda config: config
+) -> AsyncIterator[Group]:
+    config = change(config_of(redis_url, cache_url, tmp_path))
     client = RedisClient(redis_url, name="test")
     group = Group(config, Registry(client, Keys("group")), tmp_path)
     tasks = [asyncio.create_task(replica.live()) for replica in group.replicas]

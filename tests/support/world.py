@@ -87,9 +87,12 @@ def new_world(
     slots: int = 0,
     routers: int = 0,
     gate: bool = False,
+    **more: Any,
 ) -> World:
-    """Replicas that have reported once, runs that have begun, and nothing decided yet."""
-    coordinator = CoordinatorSection(min_ready=min_ready, alive_s=5, deadline_s=60, drain_s=100, eject_s=10, gate=gate)
+    """Replicas that have reported once, runs that have begun, and nothing decided yet; `more` are coordinators'."""
+    coordinator = CoordinatorSection(
+        min_ready=min_ready, alive_s=5, deadline_s=60, drain_s=100, eject_s=10, gate=gate, **more
+    )
     world = World(
         config=Config(coordinator=coordinator, group=GroupSection(base_model="base")),
         replicas={f"r{number}": Replica(slots=slots) for number in range(1, replicas + 1)},
@@ -357,6 +360,9 @@ def unjust(seen: Fleet, config: Config, decision: Decision) -> Iterator[str]:
     for event in decision.events:
         if not isinstance(event, VersionRolledBack) or decision.answered:
             continue
+        version = seen.table.versions.get(event.version)
+        if version and version.state == "ready" and config.coordinator.gate_inconclusive == "refuse":
+            continue  # nobody said in time that it is good
         heard = [name for name in ready if alive(seen, config, name)]
         words = [answer(seen, name, event.version, seen.table.members[name].engine_epoch) for name in heard]
         said = [ack for ack in words if ack is not None]

@@ -274,7 +274,11 @@ def test_locks_hold_what_the_project_requires() -> None:
         ("base", [*project["dependencies"], *extras["embedded"]]),
         (
             "cpu",
-            [package for extra in ("trl", "tokenize", "ledger", "otel", "cpu", "plot") for package in extras[extra]],
+            [
+                package
+                for extra in ("trl", "tokenize", "ledger", "otel", "hub", "cpu", "plot")
+                for package in extras[extra]
+            ],
         ),
         ("dev", extras["dev"]),
     ):

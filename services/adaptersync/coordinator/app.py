@@ -29,7 +29,7 @@ from adaptersync.coordinator.recovery import (
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, Conflict, ControlError, Fenced, StoreGone
-from adaptersync_core.events import VersionPromoted, VersionRolledBack, VersionSuperseded
+from adaptersync_core.events import VersionPromoted, VersionReady, VersionRolledBack, VersionSuperseded
 from adaptersync_core.figures import Figures, served
 from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.keys import Keys
@@ -284,11 +284,11 @@ class Coordinator:
             if run in told_of:
                 with contextlib.suppress(ControlError):  # the next one does it
                     await self._registry.forget_published(run, entry.considered)
-        if not self._config.jobs.verify:
-            return
         for event in decision.events:
-            if isinstance(event, VersionPromoted):
-                try:
+            try:
+                if isinstance(event, VersionPromoted) and self._config.jobs.verify:
                     await asyncio.to_thread(self._jobs.verify, event.version)
-                except AdapterSyncError as error:
-                    log.warning("verification not asked for: %s", error)
+                elif isinstance(event, VersionReady) and self._config.coordinator.gate_function:
+                    await asyncio.to_thread(self._jobs.evaluation, event.version)  # workers look for it, too
+            except AdapterSyncError as error:
+                log.warning("job not asked for: %s", error)

@@ -11,7 +11,14 @@ from adaptersync_core.table import MemberState
 
 STATES: tuple[MemberState, ...] = ("joining", "ready", "draining", "ejected")
 EVENTS = (
-    *("version.staging", "version.ready", "version.promoted", "version.superseded", "version.rolled_back"),
+    *(
+        "version.staging",
+        "version.ready",
+        "version.held",
+        "version.promoted",
+        "version.superseded",
+        "version.rolled_back",
+    ),
     *("version.voided", "version.retiring", "version.retired", "replica.state", "request.refused"),
 )
 
@@ -63,8 +70,9 @@ def tell(figures: Figures, fleet: Fleet, config: Config) -> None:
         if candidate is not None:
             entry = table.versions[candidate]
             if entry.state == "ready" and config.coordinator.gate and not entry.admitted:
-                figures.since("gated_seconds", fleet.now - entry.since, run)
-                began = []  # what comes behind it waits for the operator, too
+                if entry.held or not config.coordinator.gate_function:
+                    figures.since("gated_seconds", fleet.now - entry.since, run)
+                began = []  # what comes behind it waits for the same, too
             else:
                 began.append(entry.published_at)
         if began:

@@ -20,6 +20,7 @@ from adaptersync_core import scaling
 from adaptersync_core.bus import follow
 from adaptersync_core.config import Config
 from adaptersync_core.errors import ControlError, ControlUnavailable
+from adaptersync_core.job_records import JobFailure, job_failures
 from adaptersync_core.queue import worker_host, workers_key
 from adaptersync_core.records import Fleet
 from adaptersync_core.redis import Entry, RedisClient
@@ -50,6 +51,7 @@ async def look(
         cache_problem=await cache_problem(config.redis.cache_url),
         scales=await scaling.asked(registry.client, registry.keys),
         workers=await workers(registry),
+        failed_jobs=await _failed_jobs(registry, config),
     )
     return fleet, view
 
@@ -63,6 +65,16 @@ async def workers(registry: Registry) -> dict[str, int] | None:
     except ControlError:
         return None
     return dict(Counter(worker_host(name) for name in names))
+
+
+async def _failed_jobs(registry: Registry, config: Config) -> list[JobFailure]:
+    """None for who may not read rq's keys, as trainers and agents."""
+    try:
+        return await job_failures(registry.client, config.group.name)
+    except ControlUnavailable:
+        raise
+    except ControlError:
+        return []
 
 
 async def cache_problem(url: str) -> str:

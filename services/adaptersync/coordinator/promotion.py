@@ -3,7 +3,7 @@
 One version of a run is on its way in at a time. It becomes current when every ready replica, and at least `min_ready`,
 accepted it in the present life of its engine; the same is checked again where the decision is committed. If half of
 those that could judge it refuse, it is rolled back; a replica that could not, by its own fault, has no vote and goes.
-Where there is a gate, it waits there as `ready` until an operator has admitted it, and its acks are then looked at once
+Where there is a gate, it waits there as `ready` until it is admitted (`gate.py`), and its acks are then looked at once
 more.
 """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from adaptersync.coordinator import membership, promotion, retirement
+from adaptersync.coordinator import gate, membership, promotion, retirement
 from adaptersync.coordinator.draft import Draft
 from adaptersync_core.config import Config
 from adaptersync_core.records import Decision, Fleet
@@ -20,6 +20,7 @@ RULES: tuple[Rule, ...] = (
     promotion.runs,  # a newer trainer fences the older one before anything of it is promoted
     membership.members,  # who counts is settled before anybody is counted
     retirement.requests,
+    gate.overdue,  # a verdict that came in time was asked for before
     promotion.conclude,
     retirement.drain,
     retirement.forget,  # makes room for what is taken up

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from msgspec import Struct
 from msgspec.structs import replace
 
+from adaptersync.coordinator import gate
 from adaptersync.coordinator.draft import Draft
 from adaptersync.coordinator.membership import accepted, alive, can_spare
 from adaptersync_core.config import Config
@@ -119,14 +120,14 @@ def requests(fleet: Fleet, config: Config) -> Draft | None:
         draft = Draft(fleet)
         draft.answered.append(request_id)
         answer = ANSWERS.get(request.kind)
-        refusal = answer(fleet, draft, request) if answer else f"there is no request of kind {request.kind}"
+        refusal = answer(fleet, config, draft, request) if answer else f"there is no request of kind {request.kind}"
         if refusal:
             draft.events.append(RequestRefused(request=request_id, reason=refusal))
         return draft
     return None
 
 
-def _roll_back(fleet: Fleet, draft: Draft, request: Request) -> str:
+def _roll_back(fleet: Fleet, config: Config, draft: Draft, request: Request) -> str:
     """Go back to an earlier version of a run, or give up its candidate; returns why that cannot be done."""
     table = fleet.table
     entry = table.runs.get(request.run)
@@ -154,30 +155,45 @@ def _roll_back(fleet: Fleet, draft: Draft, request: Request) -> str:
     return ""
 
 
-def _admit(fleet: Fleet, draft: Draft, request: Request) -> str:
+def _admit(fleet: Fleet, config: Config, draft: Draft, request: Request) -> str:
     """Let a version through the gate; it becomes current when its acks, looked at once more, still allow it."""
-    if refusal := _not_at_the_gate(fleet, request):
+    if refusal := gate.not_there(fleet, request):
         return refusal
     draft.versions[request.version] = replace(fleet.table.versions[request.version], admitted=True)
     return ""
 
 
-def _refuse(fleet: Fleet, draft: Draft, request: Request) -> str:
-    if refusal := _not_at_the_gate(fleet, request):
+def _refuse(fleet: Fleet, config: Config, draft: Draft, request: Request) -> str:
+    if refusal := gate.not_there(fleet, request):
         return refusal
-    reason = request.reason or "refused at the gate"
-    draft.give_up(request.version, reason, fate="rolled_back")
-    draft.events.append(VersionRolledBack(version=request.version, generation=draft.generation, reason=reason))
+    gate.refuse(draft, request.version, request.reason or "refused at the gate")
     return ""
 
 
-def _not_at_the_gate(fleet: Fleet, request: Request) -> str:
-    version = fleet.table.versions.get(request.version)
-    if version is None or version.run != request.run:
-        return f"{request.version or 'no version'} is not on its way in run {request.run}"
-    return "" if version.state == "ready" else f"{request.version} is {version.state}, not at the gate"
+def _inconclusive(fleet: Fleet, config: Config, draft: Draft, request: Request) -> str:
+    if refusal := gate.not_there(fleet, request):
+        return refusal
+    gate.inconclusive(draft, config, request.version, request.reason or "no reason given")
+    return ""
 
 
-ANSWERS: Mapping[str, Callable[[Fleet, Draft, Request], str]] = MappingProxyType(
-    {"rollback": _roll_back, "admit": _admit, "refuse": _refuse}
+def _retire(fleet: Fleet, config: Config, draft: Draft, request: Request) -> str:
+    """Give up what a run that has ended still serves: its files may be wanted out of the store."""
+    table, run = fleet.table, request.run
+    if run not in table.runs:
+        return f"there is no run {run}"
+    if not table.runs[run].ended_at:
+        return f"run {run} has not ended: adaptersync end"
+    window = table.window(run)
+    if candidate := table.candidate(run):
+        return f"{candidate} is on its way"
+    if not window:
+        return f"run {run} serves nothing any more"
+    for name in window:
+        draft.retire(name, request.reason or "asked by an operator")
+    return ""
+
+
+ANSWERS: Mapping[str, Callable[[Fleet, Config, Draft, Request], str]] = MappingProxyType(
+    {"rollback": _roll_back, "admit": _admit, "refuse": _refuse, "inconclusive": _inconclusive, "retire": _retire}
 )

@@ -13,6 +13,7 @@ from msgspec import Struct
 from adaptersync.coordinator.hosts import HostView, host_problems, hosts
 from adaptersync.coordinator.membership import slots_of
 from adaptersync.coordinator.waits import WaitView
+from adaptersync_core.job_records import JobFailure
 from adaptersync_core.keys import TRAINER_ALIVE_S
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import Ack, CacheReport, Fleet, RunRecord, SeenReplica
@@ -84,6 +85,7 @@ class StatusView(Struct, frozen=True, kw_only=True):
     routers: list[RouterView]
     waits: list[WaitView] = []
     hosts: list[HostView] = []
+    failed_jobs: list[JobFailure] = []
 
 
 class AckView(Struct, frozen=True, kw_only=True):
@@ -149,6 +151,7 @@ def status(
     cache_problem: str = "",
     scales: Mapping[str, Scale] = MappingProxyType({}),
     workers: Mapping[str, int] | None = None,
+    failed_jobs: Sequence[JobFailure] = (),
 ) -> StatusView:
     """The fleet as it is, what is wrong with it, and what `waits`.
 
@@ -179,6 +182,7 @@ def status(
         *host_problems(placed),
         *(_corrupt_problem(version, reason) for version, reason in sorted(corrupt.items())),
         *([f"cache server: {cache_problem}"] if cache_problem else []),
+        *map(_job_problem, failed_jobs),
     ]
     return StatusView(
         group=group,
@@ -192,6 +196,7 @@ def status(
         routers=routers,
         waits=list(waits),
         hosts=placed,
+        failed_jobs=list(failed_jobs),
     )
 
 
@@ -315,6 +320,11 @@ def _corrupt_problem(version: str, reason: str) -> str:
         f"stored {version} is corrupt or missing: {reason}; no replica can join while it is served: "
         "roll back, or publish again until it has left the window; once its files are mended, adaptersync verify"
     )
+
+
+def _job_problem(job: JobFailure) -> str:
+    about = f" of {job.about}" if job.about else ""
+    return f"job {job.function}{about} failed: {job.reason}; it counts for a day, or until it is asked for again"
 
 
 def versions(facts: list[Facts], fleet: Fleet) -> list[VersionView]:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from adaptersync.coordinator import promotion, retirement
+from adaptersync.coordinator import gate, promotion, retirement
 from adaptersync_core.config import Config
 from adaptersync_core.records import Fleet
+from adaptersync_core.table import LiveVersion
 
 
 class WaitView(Struct, frozen=True, kw_only=True):
@@ -47,4 +48,13 @@ def _on_their_way(fleet: Fleet, config: Config) -> Iterator[WaitView]:
             for replica, left_s in promotion.unanswered(fleet, config, name).items():
                 yield WaitView(version=name, state=version.state, waits_for=f"the word of {replica}", left_s=left_s)
             if version.state == "ready" and not version.admitted:
-                yield WaitView(version=name, state="ready", waits_for="the gate: adaptersync gate admit, or refuse")
+                yield _at_the_gate(fleet, config, name, version)
+
+
+def _at_the_gate(fleet: Fleet, config: Config, name: str, version: LiveVersion) -> WaitView:
+    function = config.coordinator.gate_function
+    if function and not version.held:
+        left_s = max(0.0, gate.left_s(fleet, config, version))
+        return WaitView(version=name, state="ready", waits_for=f"the gate: {function}", left_s=left_s)
+    why = f"{version.held}; " if version.held else ""
+    return WaitView(version=name, state="ready", waits_for=f"the gate: {why}adaptersync gate admit, or refuse")

@@ -8,7 +8,6 @@ its worker is found again within the maintenance interval.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import socket
@@ -24,18 +23,17 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 
 from adaptersync.jobs.figures import JobFigures
-from adaptersync_core.archive import installed
+from adaptersync.jobs.schedule import Schedule
 from adaptersync_core.config import Config, as_text, variable
 from adaptersync_core.errors import ControlError, ControlUnavailable
 from adaptersync_core.figures import served
 from adaptersync_core.notify import Notifier
-from adaptersync_core.queue import DRAIN, VERIFY, Jobs, queue_name, worker_name
+from adaptersync_core.queue import JOBS, queue_name, worker_name
 from adaptersync_core.redis import rq_connection, translated
 from adaptersync_core.telemetry import configure_logging
 
 MAINTENANCE_S = 60
 LOOK_S = 1  # how soon a worker without a job learns that it is to stop
-JOBS = frozenset({VERIFY, DRAIN})  # what a worker runs
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +130,7 @@ def run_worker(config: Config) -> None:
     os.environ.update(environment(config))
     connection = rq_connection(config.redis.control_url)
     queue = Queue(queue_name(config.group.name), connection=connection, serializer=JSONSerializer, job_class=ListedJob)
+    schedule = Schedule(config, name=f"adaptersync-{name}")
     with translated(config.redis.control_url):
         connection.ping()  # rq would wait for ever, and without a word
         worker = PatientWorker(
@@ -142,36 +141,17 @@ def run_worker(config: Config) -> None:
             job_class=ListedJob,
             maintenance_interval=MAINTENANCE_S,
         )
-        worker.due = archiving(config)
+        schedule.begin()
+        worker.due = schedule.look
         worker.notifier = notifier
         worker.url = config.redis.control_url
         notifier.status(f"works on {queue.name}")
         log.info("working on %s", queue.name)
-        with served(JobFigures(config), host=config.telemetry.metrics_host, port=config.jobs.metrics_port):
-            worker.work(logging_level="WARNING")
-
-
-def archiving(config: Config) -> Callable[[], None] | None:
-    """Asks for the ledger to be archived, each time it is called that it is time; of several workers one counts."""
-    every_s = config.jobs.ledger_s
-    if not every_s:
-        return None
-    if not installed():
-        log.warning("the ledger stays in Redis: to archive it, pip install 'adaptersync[ledger]', or set jobs.ledger_s")
-        return None
-    jobs = Jobs(config)
-    asked_at = -math.inf
-
-    def due() -> None:
-        nonlocal asked_at
-        if time.monotonic() - asked_at >= every_s:
-            asked_at = time.monotonic()
-            try:
-                jobs.drain()
-            except ControlError as error:
-                log.warning("archiving of the ledger not asked for: %s", error)
-
-    return due
+        try:
+            with served(JobFigures(config), host=config.telemetry.metrics_host, port=config.jobs.metrics_port):
+                worker.work(logging_level="WARNING")
+        finally:
+            schedule.end()
 
 
 def environment(config: Config) -> dict[str, str]:

@@ -53,7 +53,7 @@ from adaptersync_core.proof import Probe
 from adaptersync_core.records import VersionRecord
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
-from adaptersync_core.retention import removable
+from adaptersync_core.retention import due
 from adaptersync_core.store import ArtifactStore
 from adaptersync_core.store_identity import agree
 from adaptersync_core.traces import traces
@@ -93,7 +93,7 @@ class AdapterPublisher:
         self.current_seq: int | None = None
         self._store = ArtifactStore(Path(config.store.path))
         self._store_id = ""
-        self._keep_last = config.store.keep_last
+        self._keeping = config.store
         self._client = RedisClient(config.redis.control_url, name=f"trainer-{self.run}")
         keys = Keys(config.group.name)
         self._registry = Registry(self._client, keys)
@@ -267,10 +267,9 @@ class AdapterPublisher:
         self._tidied = time.monotonic()
         try:
             self._store.tidy(self.run)
-            if self._keep_last:
+            if self._keeping.keep_last or self._keeping.keep_for_s:
                 table = self._call(self._registry.table())
-                stored = self._store.versions_of(self.run)
-                for name in removable(stored, table, self.run, keep_last=self._keep_last):
+                for name in due(self._store, table, self.run, self._keeping):
                     self._store.remove(name)
         except (OSError, ControlError) as error:
             log.warning("what nobody needs in the store was not removed: %s", error)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from adaptersync_core.events import RequestRefused, VersionReady, VersionRolledBack
+from adaptersync_core.events import RequestRefused, VersionHeld, VersionReady, VersionRolledBack
 from support.stories import V, after, fate, ready, states
 from support.world import World, apply, coordinate, settle
 
@@ -66,7 +68,7 @@ def test_one_that_refuses_at_the_last_moment_counts() -> None:
     assert world.table.runs["run1"].current == V[1]
 
 
-@pytest.mark.parametrize("kind", ["admit", "refuse"])
+@pytest.mark.parametrize("kind", ["admit", "refuse", "inconclusive"])
 @pytest.mark.parametrize(
     ("version", "reason"),
     [
@@ -95,3 +97,49 @@ def test_a_new_trainer_supersedes_what_waits() -> None:
 def test_a_request_of_no_known_kind_is_refused() -> None:
     world = coordinate(apply(at_the_gate(), ("ask", "q", "run1", V[2], "praise")))
     assert world.events[-1] == RequestRefused(request="q", reason="there is no request of kind praise")
+
+
+# a function that answers
+
+ASKS: dict[str, Any] = {"gate": True, "gate_function": "my.module:judge", "gate_timeout_s": 90.0}
+
+
+def asked(**settings: Any) -> World:
+    """v1 waits for what the function says."""
+    return after(ready(**ASKS, **settings), "publish run1", "settle")
+
+
+@pytest.mark.parametrize(("policy", "state"), [("hold", "ready"), ("admit", "current"), ("refuse", "rolled_back")])
+def test_what_nobody_can_say_is_done_as_the_settings_say(policy: str, state: str) -> None:
+    world = settle(apply(asked(gate_inconclusive=policy), ("ask", "q", "run1", V[1], "inconclusive")))
+    assert fate(world, V[1])[0] == state
+    assert world.requests == {}
+    held = [event.reason for event in world.events if isinstance(event, VersionHeld)]
+    assert held == (["asked"] if policy == "hold" else [])
+
+
+@pytest.mark.parametrize(("policy", "state"), [("hold", "ready"), ("admit", "current"), ("refuse", "rolled_back")])
+def test_a_function_that_does_not_say_in_time_is_not_waited_for(policy: str, state: str) -> None:
+    world = after(asked(gate_inconclusive=policy), "later 90", "settle")
+    assert (fate(world, V[1])[0], world.table.versions[V[1]].held) == ("ready", "")
+    world = after(world, "later 1", "settle")
+    assert fate(world, V[1])[0] == state
+    if policy == "hold":
+        assert world.table.versions[V[1]].held == "my.module:judge has not said in 90 s"
+        assert after(world, "later 1000", "settle").table == world.table  # said once
+
+
+def test_what_is_held_an_operator_decides() -> None:
+    held = after(asked(), "later 91", "settle")
+    assert settle(apply(held, ("ask", "q", "run1", V[1], "admit"))).table.runs["run1"].current == V[1]
+    assert fate(settle(apply(held, ("ask", "q", "run1", V[1], "refuse"))), V[1])[0] == "rolled_back"
+
+
+def test_a_gate_of_operators_has_no_time_limit() -> None:
+    world = after(ready(gate=True, gate_timeout_s=90.0), "publish run1", "settle", "later 1000", "settle")
+    assert world.table.versions[V[1]].held == ""
+
+
+def test_a_verdict_that_comes_with_the_last_second_counts() -> None:
+    world = after(asked(gate_inconclusive="refuse"), "later 91", f"ask q run1 {V[1]} admit", "settle")
+    assert world.table.runs["run1"].current == V[1]

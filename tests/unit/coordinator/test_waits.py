@@ -85,3 +85,11 @@ def test_what_stands_at_the_gate_waits_for_an_operator() -> None:
 def test_another_run_is_told_of_beside() -> None:
     world = after(ready(runs=2), "publish run1", "publish run2", "coordinate", "works r1")
     assert [version for version, _, _ in told(world)] == [V[1], name_of("run2", 1)]
+
+
+def test_a_gate_says_whom_it_waits_for() -> None:
+    asks = {"gate": True, "gate_function": "my.module:judge", "gate_timeout_s": 90.0}
+    world = after(ready(**asks), "publish run1", "settle", "later 20")
+    assert told(world) == [(V[1], "the gate: my.module:judge", 70)]
+    what = "the gate: my.module:judge has not said in 90 s; adaptersync gate admit, or refuse"
+    assert told(after(world, "later 71", "settle")) == [(V[1], what, None)]

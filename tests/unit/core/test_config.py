@@ -43,6 +43,14 @@ def another(key: str, value: Any) -> tuple[Any, Any]:
         return "http://one:4318/v1/traces", "https://two"
     if key in ("control_url", "cache_url"):
         return "redis://one:1/0", "rediss://two"
+    if key == "gate_function":
+        return "one:judge", "two.three:judge"
+    if key == "gate_inconclusive":
+        return "admit", "refuse"
+    if key.endswith("_cron"):
+        return "1 2 * * *", ""
+    if key == "hub_url":
+        return "http://one", "https://two"
     if key == "kind":
         return "simulated", "vllm"
     if key == "host":
@@ -234,4 +242,25 @@ def test_the_ledger_stays_in_redis_for_as_long_as_routers_may_look_for_it() -> N
 def test_what_stands_for_a_secret_is_none(key: str, value: str) -> None:
     """Else a settings file that was printed would open the gate to whoever has seen one."""
     with pytest.raises(ConfigError, match=rf"left out a secret.*key={key}"):
+        load_config(environment={}, overrides={key: value})
+
+
+def test_a_function_that_answers_at_a_gate_makes_one() -> None:
+    assert load_config(environment={}, overrides={"coordinator.gate_function": "m:f"}).coordinator.gate
+    assert not load_config(environment={}).coordinator.gate
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("coordinator.gate_function", "judge"),
+        ("coordinator.gate_function", "os; import sys:judge"),
+        ("jobs.retention_cron", "daily"),
+        ("jobs.export_path", "exports"),
+        ("jobs.hub_namespace", "a/b"),
+        ("jobs.hub_url", "huggingface.co"),
+    ],
+)
+def test_a_setting_of_jobs_that_would_not_do_is_named(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         load_config(environment={}, overrides={key: value})

@@ -44,6 +44,7 @@ EXAMPLES: list[Event] = [
         loaded_s=1.5,
     ),
     events.VersionReady(version=V7, generation=9, replicas="r1 r2"),
+    events.VersionHeld(version=V7, generation=10, reason="judge has not said in 90 s"),
     events.VersionPromoted(version=V7, generation=10, replicas="r1 r2", previous=V6, waited_s=2.5),
     events.VersionSuperseded(version=V6, generation=10, reason=f"{V7} came before it was staged"),
     events.VersionRolledBack(version=V7, generation=10, reason="r1: file has the wrong bytes"),

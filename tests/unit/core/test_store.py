@@ -77,7 +77,7 @@ def test_half_a_removal_hides_the_version_and_is_finished_later(
         with pytest.raises(KeyboardInterrupt):
             store.remove(manifest.adapter_id)
     assert list(store.versions()) == []
-    (left,) = (store.root / "run").iterdir()
+    (left,) = (store.root / "run").glob(".removed-*")
     os.utime(left, (1, 1))
     store.tidy("run")
     assert not left.exists()

@@ -12,13 +12,11 @@ import orjson
 import pytest
 from msgspec.structs import replace
 
-from adaptersync.jobs.janitor import TASKS
 from adaptersync_core.config import Config, EngineSection, RedisSection, RouterSection, load_config
 from adaptersync_core.errors import ConfigError
 from adaptersync_tools.cli import main
-from adaptersync_tools.cli.services import HOUSEKEEPING
 from adaptersync_tools.systemd.install import OLDEST
-from adaptersync_tools.systemd.units import CALENDAR, MARK, STEPS_SINCE, UNITS, Host, check_visible, render
+from adaptersync_tools.systemd.units import MARK, STEPS_SINCE, UNITS, Host, check_visible, render
 from support.source import REPOSITORY
 
 MOST_EXPOSED = 2.0
@@ -33,9 +31,6 @@ PARTS = (
     "worker@.service",
     "agent@.service",
     "replica@.service",
-    "janitor@.service",
-    "janitor-verify.timer",
-    "janitor-tidy.timer",
 )
 
 
@@ -105,9 +100,6 @@ def test_deployed_units_are_what_install_renders(request: pytest.FixtureRequest)
 @pytest.mark.parametrize("part", PARTS)
 def test_every_unit_belongs_to_the_target(part: str) -> None:
     text = unit(f"-{part}")
-    if part == "janitor@.service":
-        assert not lines(text, "WantedBy")  # timers start it
-        return
     assert lines(text, "PartOf") == ["adaptersync.target"]
     assert lines(text, "WantedBy") == ["adaptersync.target"]
 
@@ -172,7 +164,7 @@ def test_an_instance_has_the_gpu_of_its_number_and_a_port_after_it() -> None:
 
 def test_the_store_is_written_by_those_who_must_alone() -> None:
     store = CONFIG.store.path
-    for part in ("-coordinator.service", "-worker.service", "-janitor@.service"):
+    for part in ("-coordinator.service", "-worker.service"):
         assert store in lines(unit(part), "ReadWritePaths")
     agent = unit("-agent@.service")
     assert lines(agent, "ReadOnlyPaths") == [store]
@@ -224,7 +216,7 @@ def test_an_engine_answers_the_loopback_and_its_peers_alone() -> None:
 )
 def test_who_needs_redis_alone_reaches_redis_alone(urls: tuple[str, str], allowed: list[str]) -> None:
     config = replace(CONFIG, redis=RedisSection(control_url=urls[0], cache_url=urls[1]))
-    for part in ("-coordinator.service", "-agent@.service", "-janitor@.service"):
+    for part in ("-coordinator.service", "-agent@.service"):
         assert lines(unit(part, config), "IPAddressAllow") == allowed
 
 
@@ -276,8 +268,15 @@ def test_what_units_cannot_see_is_refused() -> None:
         check_visible(Config(engine=EngineSection(model="/root/model")), HOST)
 
 
-def test_timers_start_what_there_is() -> None:
-    assert set(CALENDAR) == set(TASKS) == set(HOUSEKEEPING)
+def test_a_worker_may_write_exports_and_finishes_the_longest_job_it_may_have() -> None:
+    assert lines(unit("-worker.service"), "TimeoutStopSec") == ["620s"]
+    more = {"jobs.export_path": "/srv/exports", "coordinator.gate": True, "coordinator.gate_function": "m:f"}
+    config = load_config(environment={}, overrides={**more, "coordinator.gate_timeout_s": 7200.0})
+    worker = unit("-worker.service", config)
+    assert lines(worker, "ReadWritePaths") == [CONFIG.store.path, "/srv/exports"]
+    assert lines(worker, "TimeoutStopSec") == ["7220s"]
+    with pytest.raises(ConfigError, match=r"jobs\.export_path"):
+        check_visible(replace(config, jobs=replace(config.jobs, export_path="/home/me")), HOST)
 
 
 def test_engines_do_not_answer_a_network_that_was_not_named() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
@@ -112,7 +111,7 @@ def gate(verdict: str, run: str, version: str, config_path: Path | None, reason:
     """Let a version through the gate, or refuse it.
 
     With coordinator.gate set, a version that every replica proved is ready, and waits. Until it is admitted only
-    requests with router.gate_token are served by it.
+    requests with router.gate_token are served by it. Where coordinator.gate_function answers, an operator may, too.
 
     \b
     Example:
@@ -199,7 +198,7 @@ def verify(version: str, config_path: Path | None, as_json: bool, timeout_s: flo
         return float(record.get("verified_at", 0)), record
 
     before, _ = visit(config, look)
-    with contextlib.closing(Jobs(config)) as jobs:
+    with Jobs(config) as jobs:
         jobs.verify(version)
 
     async def wait(registry: Registry) -> dict[str, str]:

@@ -19,7 +19,7 @@ from adaptersync_tools.systemd.units import Host, check_visible, render
 NEXT = """\
 next, as root:
   systemd-sysusers && systemd-tmpfiles --create && systemctl daemon-reload
-  systemctl enable adaptersync-{coordinator,router,worker}.service adaptersync-janitor-{verify,tidy}.timer
+  systemctl enable adaptersync-{coordinator,router,worker}.service
   systemctl enable adaptersync-agent@0.service    # one a GPU; its engine comes with it
   systemctl enable --now adaptersync.target"""
 

@@ -14,7 +14,6 @@ from adaptersync_core.telemetry import configure_logging
 from adaptersync_tools.cli.common import config_option, settings
 from adaptersync_tools.instance import LAST, Instance
 
-HOUSEKEEPING = ("tidy", "verify")
 number_option = partial(click.option, type=click.IntRange(0, LAST))
 
 
@@ -145,7 +144,7 @@ def relay(
 @config_option
 @number_option("--number", "number", help="Worker N of this host: N is added to its port for metrics, if it has one.")
 def worker(config_path: Path | None, number: int | None) -> None:
-    """Run a worker for jobs off the critical path.
+    """Run a worker for jobs off the critical path: what is asked for, and what the clock asks for.
 
     \b
     Example:
@@ -159,23 +158,4 @@ def worker(config_path: Path | None, number: int | None) -> None:
     run_worker(config)
 
 
-@click.command()
-@config_option
-@click.argument("task", type=click.Choice(HOUSEKEEPING))
-def janitor(config_path: Path | None, task: str) -> None:
-    """Do one round of housekeeping, and end.
-
-    verify asks the workers to read every live version again; tidy removes what killed publishers left in the store.
-
-    \b
-    Example:
-      adaptersync janitor verify
-    """
-    from adaptersync.jobs.janitor import TASKS
-
-    found = settings(config_path)
-    configure_logging("janitor", task)
-    click.echo(asyncio.run(TASKS[task](found)))
-
-
-COMMANDS = (agent, replica, coordinator, router, relay, worker, janitor)
+COMMANDS = (agent, replica, coordinator, router, relay, worker)

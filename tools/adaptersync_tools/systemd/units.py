@@ -17,7 +17,7 @@ from msgspec import Struct
 from adaptersync_core.config import Config, CoordinatorSection, RouterSection, as_text, variable
 from adaptersync_core.config_check import is_loopback
 from adaptersync_core.errors import ConfigError
-from adaptersync_core.queue import JOB_TIMEOUT_S
+from adaptersync_core.queue import EXPORT_TIMEOUT_S, JOB_TIMEOUT_S
 from adaptersync_tools.systemd import sandbox
 from adaptersync_tools.systemd.form import Lines, mebibytes, path, seconds, unit, word
 from adaptersync_tools.systemd.sandbox import ENGINE_USER, USER
@@ -31,7 +31,6 @@ STOP_S = 20.0
 DRAIN_S = 75.0  # what a router takes at most to let requests end and write its rows
 ENGINE_GRACE_S = 20.0  # beyond engine.drain_s
 ENGINE_START_S = 120.0
-CALENDAR = {"verify": "daily", "tidy": "weekly"}
 NEVER_MENDED = "64 65 77 78"  # usage, data, fenced and settings: another start says the same
 HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # noqa: S108 - what units do not see
 REDIS = "redis-server.service redis.service valkey-server.service valkey.service"
@@ -61,6 +60,7 @@ def check_visible(config: Config, host: Host) -> None:
     """ConfigError when something that units need lies where they see nothing."""
     needed = {"--python": host.python, "store.path": config.store.path, "agent.stage_path": config.agent.stage_path}
     needed |= {"router.spool_path": config.router.spool_path, "engine.model": config.engine.model}
+    needed |= {"jobs.export_path": config.jobs.export_path} if config.jobs.export_path else {}
     needed |= {"the interpreter itself": host.real_python}
     for key, place in needed.items():
         if any(Path(place).is_relative_to(hidden) for hidden in HIDDEN):
@@ -93,9 +93,6 @@ class _Units:
         yield "adaptersync-agent@.service", self._agent()
         if self._config.engine.model:
             yield "adaptersync-replica@.service", self._replica()
-        yield "adaptersync-janitor@.service", self._janitor()
-        for task, calendar in CALENDAR.items():
-            yield f"adaptersync-janitor-{task}.timer", _timer(task, calendar)
 
     def users(self) -> str:
         lines = (
@@ -149,14 +146,21 @@ class _Units:
 
     def _worker(self, more: str = "", of: str = "") -> str:
         # the job in hand is finished first
+        jobs, gate = self._config.jobs, self._config.coordinator
+        longest_s = max(
+            JOB_TIMEOUT_S,
+            EXPORT_TIMEOUT_S if jobs.export_path or jobs.hub_namespace else 0.0,
+            gate.gate_timeout_s if gate.gate_function else 0.0,
+        )
+        exports = (path(jobs.export_path, "jobs.export_path"),) if jobs.export_path else ()
         service = [
-            *self._run_as("worker" + more, watchdog_s=180.0, stop_s=JOB_TIMEOUT_S + STOP_S),
-            ("ReadWritePaths", self._store),
+            *self._run_as("worker" + more, watchdog_s=180.0, stop_s=longest_s + STOP_S),
+            *(("ReadWritePaths", place) for place in (self._store, *exports)),
             ("UMask", "0027"),
             *_bounds(4 * GIB, files=4096, tasks=64),
         ]
         after = "adaptersync-coordinator.service"
-        return self._service("worker", service, needs=(self._store,), after=after, of=of)
+        return self._service("worker", service, needs=(self._store, *exports), after=after, of=of)
 
     def _agent(self) -> str:
         settings = self._config.agent
@@ -229,24 +233,6 @@ class _Units:
                 secret = (key.endswith("_file") and key != "token_file") or key == "replica_keys_path"
                 if secret and value and not Path(value).is_relative_to(beside):
                     yield path(value, f"{section}.{key}")
-
-    def _janitor(self) -> str:
-        service = [
-            ("Type", "oneshot"),
-            ("TimeoutStartSec", "1h"),
-            *self._command("janitor %i"),
-            *sandbox.service(),
-            *self._of_redis(),
-            ("ReadWritePaths", self._store),
-            ("UMask", "0027"),
-            *_bounds(GIB, files=4096, tasks=64),
-        ]
-        about = [
-            ("Description", "adaptersync janitor: %i"),
-            *_network_up(),
-            ("RequiresMountsFor", self._store),
-        ]
-        return unit(MARK, {"Unit": about, "Service": service})
 
     @property
     def _beside_settings(self) -> str:
@@ -330,14 +316,3 @@ def _bounds(memory: int | str, *, files: int, tasks: int) -> Iterator[tuple[str,
     yield "MemoryMax", memory if isinstance(memory, str) else mebibytes(memory)
     yield "LimitNOFILE", str(files)
     yield "TasksMax", str(tasks)
-
-
-def _timer(task: str, calendar: str) -> str:
-    timer = (
-        ("Unit", f"adaptersync-janitor@{task}.service"),
-        ("OnCalendar", calendar),
-        ("RandomizedDelaySec", "1h"),  # hosts have the same file
-        ("Persistent", "yes"),
-    )
-    about = (("Description", f"adaptersync janitor: {task}, {calendar}"), ("PartOf", "adaptersync.target"))
-    return unit(MARK, {"Unit": about, "Timer": timer, "Install": (("WantedBy", "adaptersync.target"),)})

@@ -7,12 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from rq import Queue
 from rq.serializers import JSONSerializer
 
-from adaptersync.jobs.janitor import tidy, verify
+from adaptersync.jobs.rounds import tidy, verify
 from adaptersync.trainer import AdapterPublisher
-from adaptersync_core.config import Config, load_config
+from adaptersync_core.config import Config, JobsSection, load_config
 from adaptersync_core.errors import ControlUnavailable, StoreError
 from adaptersync_core.keys import Keys
 from adaptersync_core.queue import queue_name, verification_id
@@ -21,7 +22,6 @@ from adaptersync_core.redis import RedisClient, rq_connection
 from adaptersync_core.registry import Registry
 from adaptersync_core.store import STAGING_S
 from adaptersync_core.table import LiveState, LiveVersion, RunEntry, Table
-from adaptersync_tools.cli import main
 from support.adapters import make_adapter
 
 STATES: tuple[LiveState, ...] = ("current", "staging")
@@ -76,7 +76,7 @@ async def test_a_round_without_redis_says_so(config: Config, tmp_path: Path) -> 
         await verify(away)
 
 
-async def test_what_a_killed_publisher_left_goes_and_what_is_on_its_way_stays(config: Config, tmp_path: Path) -> None:
+def test_what_a_killed_publisher_left_goes_and_what_is_on_its_way_stays(config: Config, tmp_path: Path) -> None:
     with AdapterPublisher(config, run="run") as publisher:
         name = publisher.publish(make_adapter(tmp_path / "a")).adapter_id
     store = Path(config.store.path)
@@ -85,19 +85,20 @@ async def test_what_a_killed_publisher_left_goes_and_what_is_on_its_way_stays(co
         directory.mkdir()
         os.utime(directory, (time.time() - age_s,) * 2)
     for _ in range(2):
-        assert await tidy(config) == "tidied 1 runs"
+        assert tidy(config) == "tidied 1 runs"
         assert sorted(path.name for path in (store / "run").iterdir()) == [".staging-new", name]
 
 
-async def test_a_store_that_is_away_says_so(config: Config, tmp_path: Path) -> None:
+def test_what_a_killed_export_left_goes(config: Config, tmp_path: Path) -> None:
+    exports = tmp_path / "exports"
+    for left, age_s in (("old", STAGING_S + 60), ("new", 0)):
+        (exports / f".export-{left}").mkdir(parents=True)
+        os.utime(exports / f".export-{left}", (time.time() - age_s,) * 2)
+    Path(config.store.path).mkdir()
+    assert tidy(replace(config, jobs=JobsSection(export_path=str(exports)))) == "tidied 0 runs and 1 exports"
+    assert [path.name for path in exports.iterdir()] == [".export-new"]
+
+
+def test_a_store_that_is_away_says_so(config: Config) -> None:
     with pytest.raises(StoreError, match="cannot be tidied"):
-        await tidy(config)
-
-
-def test_the_command_says_what_it_did(config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "store").mkdir()
-    file = tmp_path / "settings.toml"
-    file.write_text(f'[store]\npath = "{tmp_path}/store"\n')
-    assert main(["janitor", "tidy", "--config", str(file)]) == 0
-    assert capsys.readouterr().out == "tidied 0 runs\n"
-    assert main(["janitor", "nonsense", "--config", str(file)]) == 2
+        tidy(config)

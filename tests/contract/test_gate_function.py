@@ -1,0 +1,197 @@
+"""A function that answers at the gate: on a real server, with a coordinator, a scripted replica, and a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from rq.job import Job
+from rq.serializers import JSONSerializer
+from rq.timeouts import UnixSignalDeathPenalty
+
+from adaptersync.jobs.gate import Candidate, ask, evaluate_version
+from adaptersync_core.config import Config, RouterSection
+from adaptersync_core.keys import Keys
+from adaptersync_core.queue import Jobs, job_id
+from adaptersync_core.records import VersionRecord
+from adaptersync_core.redis import rq_connection
+from support.artifacts import manifest_of, small_adapter
+from support.publishing import Group, living_group, publishing
+from support.redis_servers import KINDS
+from support.wait import wait_until
+from support.workers import working
+
+pytestmark = pytest.mark.foreign_keys("rq keeps its own")
+
+
+@pytest.fixture
+def redis_kind() -> str:
+    """One server is enough: rq's own commands, and requests, are tried on all elsewhere."""
+    return KINDS[0]
+
+
+def gated(config: Config, function: str, **settings: Any) -> Config:
+    coordinator = replace(config.coordinator, gate=True, gate_function=f"support.gates:{function}", **settings)
+    return replace(config, coordinator=coordinator)
+
+
+@pytest.fixture
+async def group(request: pytest.FixtureRequest, redis_url: str, cache_url: str, tmp_path: Path) -> AsyncIterator[Group]:
+    """With a gate that asks the function that the test names."""
+    function, settings = request.param
+    async with living_group(
+        redis_url, cache_url, tmp_path, change=lambda config: gated(config, function, **settings)
+    ) as group:
+        yield group
+
+
+async def record(group: Group, version: str) -> VersionRecord:
+    found = await group.registry.version(version)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("group", "state", "reason"),
+    [
+        (("passes", {}), "current", ""),
+        (("fails", {}), "rolled_back", "answers too long"),
+        (("cannot_say", {"gate_inconclusive": "refuse"}), "rolled_back", "inconclusive: too few samples"),
+    ],
+    indirect=["group"],
+)
+async def test_its_word_decides(
+    group: Group, state: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From the trainer's publication to the fate, by a worker process."""
+    async with working(group.config, log=tmp_path / "worker.log"), publishing(group.config) as publisher:
+        publication = await asyncio.to_thread(publisher.publish, group.adapter())
+
+        async def decided() -> bool:
+            return (await record(group, publication.adapter_id)).state == state
+
+        await wait_until(decided, timeout_s=30)
+        assert (await record(group, publication.adapter_id)).reason == reason
+
+
+@pytest.mark.parametrize("group", [("waits", {})], indirect=True)
+async def test_a_worker_that_is_killed_in_the_midst_of_it_is_replaced(
+    group: Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With its job: the version is asked about again, and decided once."""
+    begun = tmp_path / "begun"
+    monkeypatch.setenv("GATE_BEGUN", str(begun))
+    async with publishing(group.config) as publisher:
+        async with working(group.config, log=tmp_path / "first.log") as worker:
+            publication = await asyncio.to_thread(publisher.publish, group.adapter())
+            await wait_until(begun.exists, timeout_s=30)
+            worker.kill()
+            os.kill(int(begun.read_text()), signal.SIGKILL)
+        name = job_id("gate", "group", publication.adapter_id)
+        with rq_connection(group.config.redis.control_url) as connection:
+            lost = Job.fetch(name, connection=connection, serializer=JSONSerializer)
+            assert lost.is_started  # nobody knows yet; rq finds it out when the job's heartbeat is old
+            connection.zadd(
+                f"rq:wip:adaptersync-{group.config.group.name}",
+                dict.fromkeys(connection.zrange(f"rq:wip:adaptersync-{group.config.group.name}", 0, -1), 1),
+            )
+        async with working(group.config, log=tmp_path / "second.log"):
+
+            async def current() -> bool:
+                return (await record(group, publication.adapter_id)).state == "current"
+
+            await wait_until(current, timeout_s=40)
+        events = await group.registry.client.command("XRANGE", group.registry.keys.events, "-", "+")
+        assert [fields["type"] for _, fields in events].count("version.promoted") == 1
+        assert "request.refused" not in [fields["type"] for _, fields in events]
+
+
+@pytest.mark.parametrize("group", [("sleeps", {"gate_timeout_s": 0.5})], indirect=True)
+async def test_without_a_worker_the_time_ends_too_and_an_operator_decides(group: Group) -> None:
+    async with publishing(group.config) as publisher:
+        publication = await asyncio.to_thread(publisher.publish, group.adapter())
+
+        async def held() -> str:
+            version = (await group.registry.table()).versions.get(publication.adapter_id)
+            return version.held if version else ""
+
+        await wait_until(held)
+        assert await held() == "support.gates:sleeps has not said in 0.5 s"
+        # what is held is not asked about any more
+        assert await asyncio.to_thread(_evaluate, group.config, publication.adapter_id) == "waits no more"
+
+
+def _evaluate(config: Config, version: str) -> str:
+    from adaptersync.jobs import gate
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gate, "load_config", lambda: config)
+        return evaluate_version(version)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("support.gates:breaks", "ValueError: no such benchmark"),
+        ("support.gates:answers_nonsense", "returned no Verdict: 'yes'"),
+        ("support.gates:not_there", "AttributeError"),
+        ("nowhere_at_all:judge", "ModuleNotFoundError"),
+    ],
+)
+def test_what_cannot_be_asked_cannot_say(function: str, reason: str, tmp_path: Path) -> None:
+    config = Config()
+    config = replace(config, coordinator=replace(config.coordinator, gate=True, gate_function=function))
+    verdict = ask(config, manifest_of(small_adapter(tmp_path / "a")))
+    assert verdict.outcome == "inconclusive"
+    assert reason in verdict.reason
+
+
+def test_one_that_takes_too_long_is_interrupted_and_cannot_say(tmp_path: Path) -> None:
+    """By what rq interrupts jobs with."""
+    manifest = manifest_of(small_adapter(tmp_path / "a"))
+    config = gated(Config(), "sleeps")
+    with UnixSignalDeathPenalty(1):  # type: ignore[no-untyped-call]
+        verdict = ask(config, manifest)
+    assert verdict.outcome == "inconclusive"
+    assert "JobTimeoutException" in verdict.reason or "BaseTimeoutException" in verdict.reason
+
+
+def test_it_is_given_what_opens_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Candidate] = []
+    monkeypatch.setattr("support.gates.passes", seen.append)
+    token = tmp_path / "token"
+    token.write_text("open-sesame\n")
+    config = replace(gated(Config(), "passes"), router=RouterSection(gate_token_file=str(token)))
+    ask(config, manifest_of(small_adapter(tmp_path / "a")))
+    (candidate,) = seen
+    assert candidate.headers == {"x-adaptersync-gate": "open-sesame"}
+    assert candidate.version in str(candidate.directory)
+
+
+@pytest.mark.parametrize("group", [("passes", {})], indirect=True)
+async def test_what_was_not_asked_for_is_asked_for_by_the_clock(group: Group, tmp_path: Path) -> None:
+    """The coordinator's own question may be lost: here, Redis forgets it."""
+    async with publishing(group.config) as publisher:
+        publication = await asyncio.to_thread(publisher.publish, group.adapter())
+
+        async def waits() -> bool:
+            return (await record(group, publication.adapter_id)).state == "ready"
+
+        await wait_until(waits)
+        with Jobs(group.config) as jobs, rq_connection(group.config.redis.control_url) as connection:
+            Job.fetch(
+                jobs.evaluation(publication.adapter_id), connection=connection, serializer=JSONSerializer
+            ).delete()
+        async with working(group.config, log=tmp_path / "worker.log"):
+
+            async def current() -> bool:
+                return (await record(group, publication.adapter_id)).state == "current"
+
+            await wait_until(current, timeout_s=30)
+    assert Keys("group").requests not in await group.registry.client.command("KEYS", "*")

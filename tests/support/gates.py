@@ -1,0 +1,45 @@
+"""Functions that a gate may ask, as a user writes them; what they shall do stands in a file beside the store."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from adaptersync.jobs.gate import Candidate, Verdict
+
+
+def passes(candidate: Candidate) -> Verdict:
+    assert (candidate.directory / "adapter_model.safetensors").is_file()
+    return Verdict(outcome="pass", reason=f"{candidate.run} is good")
+
+
+def fails(candidate: Candidate) -> Verdict:
+    return Verdict(outcome="fail", reason="answers too long")
+
+
+def cannot_say(candidate: Candidate) -> Verdict:
+    return Verdict(outcome="inconclusive", reason="too few samples")
+
+
+def breaks(candidate: Candidate) -> Verdict:
+    raise ValueError("no such benchmark")
+
+
+def answers_nonsense(candidate: Candidate) -> str:
+    return "yes"
+
+
+def sleeps(candidate: Candidate) -> Verdict:
+    """Longer than any gate has."""
+    time.sleep(3600)
+    return Verdict(outcome="pass")
+
+
+def waits(candidate: Candidate) -> Verdict:
+    """The first time it is asked, until it is killed; it says who it is by a file."""
+    begun = Path(os.environ["GATE_BEGUN"])
+    if not begun.exists():
+        begun.write_text(str(os.getpid()))
+        time.sleep(3600)
+    return Verdict(outcome="pass", reason="the second time")

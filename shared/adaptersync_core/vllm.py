@@ -18,6 +18,7 @@ import orjson
 from msgspec import Struct
 
 from adaptersync_core.errors import EngineRefused, EngineUnavailable
+from adaptersync_core.headers import RANK
 
 _METRIC = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -290,8 +291,12 @@ class VllmClient:
         """Free what an unloaded name left in the engine, unless a request is running on it; where it audits."""
         await self._rpc("adaptersync_drop", number, answer=Dropped, timeout_s=self._timeout_s)
 
-    async def logprobs(self, model: str, tokens: Sequence[int], *, timeout_s: float) -> list[float]:
+    async def logprobs(
+        self, model: str, tokens: Sequence[int], *, timeout_s: float, rank: int | None = None
+    ) -> list[float]:
         """Log-probabilities of tokens[1:], on the path that rollouts use, without a prefix that was cached before.
+
+        `rank` is which of several engines behind the address answers; None leaves that to the server.
 
         Only where `Held.scores`: a vLLM with LoRA on its head ends when it scores a prompt beside another request.
         """
@@ -303,7 +308,8 @@ class VllmClient:
             "prompt_logprobs": 0,
             "cache_salt": secrets.token_hex(8),
         }
-        text = await self._call("POST", "/v1/completions", json=body, timeout_s=timeout_s)
+        asked = {} if rank is None else {RANK: str(rank)}
+        text = await self._call("POST", "/v1/completions", json=body, headers=asked, timeout_s=timeout_s)
         try:
             scored = orjson.loads(text)["choices"][0]["prompt_logprobs"][1:]
             return [float(place[str(token)]["logprob"]) for token, place in zip(tokens[1:], scored, strict=True)]
@@ -423,12 +429,18 @@ class VllmClient:
         *,
         params: Mapping[str, str] | None = None,
         json: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> str:
         timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
         try:
             async with self._session.request(
-                method, self.url + path, params=params, json=json, headers=self._headers, timeout=timeout
+                method,
+                self.url + path,
+                params=params,
+                json=json,
+                headers={**self._headers, **(headers or {})},
+                timeout=timeout,
             ) as answer:
                 body = bytearray()
                 async for chunk in answer.content.iter_any():

@@ -42,7 +42,7 @@ class CacheReport(Struct, frozen=True, kw_only=True):
     orphans: int = 0
 
 
-class Served(Struct, frozen=True, kw_only=True):
+class RequestTimes(Struct, frozen=True, kw_only=True):
     """What the latest requests of an engine came to, by its own counters: sums over `requests` that ended in `over_s`.
 
     vLLM counts them by engine, not by request or adapter.
@@ -76,7 +76,7 @@ class ReplicaReport(Struct, frozen=True, kw_only=True):
     host: str = ""
     root: str = ""
     cache: CacheReport = CacheReport()
-    served: Served = Served()
+    request_times: RequestTimes = RequestTimes()
 
 
 class SeenReplica(Struct, frozen=True, kw_only=True):

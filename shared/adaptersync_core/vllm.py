@@ -28,7 +28,7 @@ _PREFILLS = (
     "vllm:request_prefill_kv_computed_tokens_sum",
     "vllm:request_prefill_time_seconds_sum",
 )
-_SPENT = (
+_REQUEST_TOTALS = (
     "vllm:request_queue_time_seconds_count",
     "vllm:request_queue_time_seconds_sum",
     "vllm:request_prefill_time_seconds_sum",
@@ -121,7 +121,7 @@ class Prefills(Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class Spent(Struct, frozen=True, kw_only=True):
+class RequestTotals(Struct, frozen=True, kw_only=True):
     """What the requests that ended have taken since the server began, over all its ranks, in each of its phases."""
 
     requests: float
@@ -336,16 +336,16 @@ class VllmClient:
         ranks = len(found[_COMPUTED])
         return Prefills(ranks=ranks, computed=computed, requests=requests, tokens=tokens, seconds=seconds)
 
-    async def spent(self) -> Spent | None:
+    async def request_totals(self) -> RequestTotals | None:
         """None when the server does not count it."""
         found: dict[str, float] = {}
         for name, _, value in await self.metrics():
-            if name in _SPENT:
+            if name in _REQUEST_TOTALS:
                 found[name] = found.get(name, 0.0) + value
-        if len(found) < len(_SPENT):
+        if len(found) < len(_REQUEST_TOTALS):
             return None
-        requests, queue_s, prefill_s, decode_s = (found[name] for name in _SPENT)
-        return Spent(requests=requests, queue_s=queue_s, prefill_s=prefill_s, decode_s=decode_s)
+        requests, queue_s, prefill_s, decode_s = (found[name] for name in _REQUEST_TOTALS)
+        return RequestTotals(requests=requests, queue_s=queue_s, prefill_s=prefill_s, decode_s=decode_s)
 
     async def kv_event_sources(self) -> dict[int, KvSource]:
         """By rank, where the server publishes what its cache holds; empty when it does not."""

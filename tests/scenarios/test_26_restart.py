@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from adaptersync.trainer.answers import Answer, Verdict, judge
 from adaptersync_core.config import Config
 from adaptersync_core.errors import Fenced
-from support.trl_client import ScriptedTRL
+from adaptersync_tools.demo.trl_calls import ScriptedTRL
 from support.wait import wait_until
 from support.whole_fleet import WholeFleet, whole_fleet
 

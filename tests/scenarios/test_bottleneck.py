@@ -16,7 +16,7 @@ import orjson
 import pytest
 from msgspec.structs import replace
 
-from adaptersync.agent import served
+from adaptersync.agent import request_times
 from adaptersync_core.config import Config
 from adaptersync_tools.cli import main
 from adaptersync_tools.explain import to_toml
@@ -34,7 +34,7 @@ Make = Callable[..., AbstractAsyncContextManager[WholeFleet]]
 
 @pytest.fixture
 def make(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    monkeypatch.setattr(served, "LOOK_S", 0.1)
+    monkeypatch.setattr(request_times, "LOOK_S", 0.1)
 
     @asynccontextmanager
     async def fleet(*, router: dict[str, Any] | None = None, **engine: Any) -> AsyncIterator[WholeFleet]:
@@ -78,7 +78,7 @@ async def train(fleet: WholeFleet, steps: int = STEPS, **script: Any) -> None:
 
     async def told() -> bool:  # ledger rows and engines' counters are a moment behind
         seen = (await fleet.registry.fleet()).replicas.values()
-        return bool(await fleet.rows()) and any(each.report.served.requests for each in seen)
+        return bool(await fleet.rows()) and any(each.report.request_times.requests for each in seen)
 
     await wait_until(told, what="what the engines answered is reported")
 

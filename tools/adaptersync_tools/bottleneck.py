@@ -15,7 +15,7 @@ from typing import Literal
 from msgspec import Struct
 
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.records import Served
+from adaptersync_core.records import RequestTimes
 from adaptersync_tools.phases import TRAINER, Rollouts, Share, VersionPhases, shares
 
 LEAST = 3  # versions that must say how long the trainer waited
@@ -70,7 +70,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
 
 def figures(
-    manifests: Sequence[Manifest], found: Iterable[VersionPhases], rollouts: Rollouts, served: Iterable[Served]
+    manifests: Sequence[Manifest], found: Iterable[VersionPhases], rollouts: Rollouts, served: Iterable[RequestTimes]
 ) -> Figures:
     """Of a run's latest versions, oldest first."""
     telling = [each for each in manifests if {"step_s", "sync_s", "rollout_wait_s"} <= each.timings.keys()]

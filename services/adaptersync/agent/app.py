@@ -14,7 +14,7 @@ from adaptersync.agent.kv_follow import Follower
 from adaptersync.agent.prove import Prover
 from adaptersync.agent.rate import tell_rate
 from adaptersync.agent.reconcile import plan
-from adaptersync.agent.served import Recent, watch
+from adaptersync.agent.request_times import LatestTimes, watch
 from adaptersync.agent.staging import Staging
 from adaptersync.agent.token import new_token
 from adaptersync_core.bus import Bell, ring_on_events
@@ -73,7 +73,7 @@ async def _stand_beside(config: Config, mount: Reader | None = None) -> None:
                     )
                 )
                 tasks.create_task(agent.observe())
-                tasks.create_task(watch(vllm, agent.recent))
+                tasks.create_task(watch(vllm, agent.request_times))
                 if config.group.policy == "expected":
                     tasks.create_task(tell_rate(vllm, ownership, keys, replica=config.agent.name))
                 if follows:
@@ -113,7 +113,7 @@ class Agent:
         self._left: dict[str, float] = {}  # when a staged version was first seen to have left the table
         self._generation = 0
         self.bell = Bell()
-        self.recent = Recent()
+        self.request_times = LatestTimes()
 
     async def observe(self) -> None:
         """Heartbeat: no word from the engine, no word to Redis, and the fleet counts this replica as silent."""
@@ -154,7 +154,7 @@ class Agent:
             host=socket.gethostname(),
             root=facts.root,
             cache=self._follower.report() if self._follower else CacheReport(why="agent.kv_events is off"),
-            served=self.recent.told(),
+            request_times=self.request_times.told(),
         )
         if self._follower:
             self._follower.see(self._engine.epoch, facts.base_model, report.ranks)

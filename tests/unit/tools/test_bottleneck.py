@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from adaptersync_core.records import Served
+from adaptersync_core.records import RequestTimes
 from adaptersync_tools.bottleneck import LEAST, Figures, figures, judge
 from adaptersync_tools.phases import Rollouts
 from support.artifacts import manifest_of, small_adapter
@@ -84,7 +84,11 @@ def test_figures_are_of_versions_whose_trainer_says_all_of_it(tmp_path: Path) ->
     load = {"inflight": 8.0, "inflight_max": 16.0}
     telling = [replace(made, seq=seq, step=2 * seq, timings=timings, load=load) for seq in (2, 3)]
     silent = [replace(made, seq=1), replace(made, seq=4, timings={"step_s": 400.0, "sync_s": 1.0})]
-    served = [Served(requests=4, queue_s=1.0, prefill_s=1.0, decode_s=2.0), Served(requests=1, decode_s=4.0), Served()]
+    served = [
+        RequestTimes(requests=4, queue_s=1.0, prefill_s=1.0, decode_s=2.0),
+        RequestTimes(requests=1, decode_s=4.0),
+        RequestTimes(),
+    ]
     found = figures([silent[0], *telling, silent[1]], [], Rollouts([]), served)
     assert found == Figures(
         versions=2,

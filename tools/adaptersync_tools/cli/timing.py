@@ -12,7 +12,7 @@ from rich.text import Text
 
 from adaptersync_core.errors import NameInvalid
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.records import Served
+from adaptersync_core.records import RequestTimes
 from adaptersync_core.registry import Registry
 from adaptersync_core.rollouts import dated
 from adaptersync_tools import bottleneck as limits
@@ -55,12 +55,12 @@ last_option = click.option(
 
 
 class Found(Struct, kw_only=True):
-    """What was kept of a run's newest versions, oldest first; `served` by replica."""
+    """What was kept of a run's newest versions, oldest first; `request_times` by replica."""
 
     manifests: list[Manifest]
     versions: list[VersionPhases]
     rollouts: Rollouts
-    served: dict[str, Served]
+    request_times: dict[str, RequestTimes]
 
 
 class Phases(Struct, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class Phases(Struct, frozen=True, kw_only=True):
     version: VersionPhases
     shares: list[Share]
     rollouts: list[RolloutPhases]
-    engines: dict[str, Served]
+    engines: dict[str, RequestTimes]
     trainer: dict[str, float]
 
 
@@ -105,7 +105,7 @@ def phases(run: str, version: str | None, config_path: Path | None, as_json: boo
         version=shown,
         shares=shares(found.versions),
         rollouts=found.rollouts.phases(),
-        engines={name: served for name, served in found.served.items() if served.requests},
+        engines={name: times for name, times in found.request_times.items() if times.requests},
         trainer=told.timings | told.load,
     )
     if as_json:
@@ -137,7 +137,7 @@ def bottleneck(run: str, config_path: Path | None, as_json: bool, last: int) -> 
     """
     config = settings(config_path)
     found = visit(config, lambda registry: _read(registry, run, last, None), timeout_s=READ_S)
-    figures = limits.figures(found.manifests, found.versions, found.rollouts, found.served.values())
+    figures = limits.figures(found.manifests, found.versions, found.rollouts, found.request_times.values())
     verdict = limits.judge(figures)
     if as_json:
         print_json({"run": run, "verdict": verdict, "figures": figures})
@@ -180,7 +180,7 @@ async def _read(registry: Registry, run: str, last: int, version: str | None) ->
         manifests=manifests,
         versions=[each for each in versions if each is not None],
         rollouts=rollouts,
-        served={name: seen.report.served for name, seen in sorted(replicas.items())},
+        request_times={name: seen.report.request_times for name, seen in sorted(replicas.items())},
     )
 
 
@@ -270,8 +270,8 @@ AFTER = {
 }
 
 
-def _spent(served: Served) -> tuple[float, float, float]:
-    return served.queue_s, served.prefill_s, served.decode_s
+def _spent(times: RequestTimes) -> tuple[float, float, float]:
+    return times.queue_s, times.prefill_s, times.decode_s
 
 
 def _waterfall(version: VersionPhases, columns: int) -> Any:

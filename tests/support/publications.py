@@ -60,7 +60,7 @@ class FakePublisher:
         self.published: list[SimpleNamespace] = []
         self.closed = False
         self.retries = 0
-        self._callback: Callable[[int], None] = lambda _seq: None
+        self._callback: Callable[[int | None], None] = lambda _seq: None
         self._seq = last
 
     def announce(self, step: int | None = None) -> FakePublication:
@@ -89,7 +89,7 @@ class FakePublisher:
             shutil.rmtree(directory)
         return submission
 
-    def on_promoted(self, callback: Callable[[int], None]) -> None:
+    def on_promoted(self, callback: Callable[[int | None], None]) -> None:
         self._callback = callback
 
     def close(self) -> None:

@@ -105,7 +105,7 @@ class StubWorker:
         if self.versions and self.versions[-1] == model_version:
             return
         self.versions.append(model_version)
-        for number in range(self._batches * self._batch):
+        for number in range(self._batches * self._batch if model_version else 0):  # of none, nothing is generated
             self.rollout_buffer.put(
                 _sample(model_version, number, group=model_version * self._batches + number // self._batch)
             )

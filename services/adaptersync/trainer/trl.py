@@ -154,7 +154,8 @@ class RolloutLoop(_AsyncRolloutLoop):
         while True:
             asked, name = conversation.asks, self._request_model
             answer, body = await ask(self.session, f"{self.vllm_server_url}{path}", {**payload, "model": name}, timeout)
-            verdict = judge(answer, run=self.lora_name, asked=asked, promoted=self.model_version)
+            promoted = self.model_version
+            verdict = judge(answer, run=self.lora_name, asked=asked, promoted=promoted)
             if verdict is Verdict.TAKE:
                 conversation.took(writer(answer, self.lora_name) or asked)
                 return body
@@ -162,7 +163,7 @@ class RolloutLoop(_AsyncRolloutLoop):
                 mismatches += 1
                 logger.warning("asked for %s and %s answered: asking again", name, answer.served)
             elif verdict is Verdict.REPIN:
-                conversation.asks = self.model_version
+                conversation.asks = promoted
             self._counters[COUNTED_AS[verdict]] += 1
             attempt += 1
             wait_s = pause_s(attempt, answer.retry_after_s)
@@ -264,7 +265,8 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
     `args.vllm_server_base_url`, where it is left at TRL's default, becomes `[trainer] router_url`.
 
     A `rollout_worker` of your own must ask for `{run}@v{n}`, with the n that `update_model_version` tells it, and tag
-    samples with it. If it has an `update_oldest_useful(n)`, it is told below which n samples will be dropped.
+    samples with it; 0 says that none is served now, and nothing to be asked. If it has an `update_oldest_useful(n)`, it
+    is told below which n samples will be dropped.
     """
 
     def __init__(
@@ -356,9 +358,8 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
     def _follow(self) -> None:
         """Let the rollout worker ask for what the fleet serves by now. Called by this thread and the publisher's."""
         with self._following:  # so that the later caller's view is the one that stays
-            seq = self._publisher.current_seq if self._publisher else None
-            if seq is not None and self.rollout_worker is not None:
-                self.rollout_worker.update_model_version(seq)
+            if self._publisher is not None and self.rollout_worker is not None:
+                self.rollout_worker.update_model_version(self._publisher.current_seq or 0)
 
     def _doom(self) -> None:
         """Let the rollout worker give up what would be dropped, if it can."""

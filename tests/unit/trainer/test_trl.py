@@ -315,6 +315,15 @@ def test_the_trainers_clock_is_what_was_published_and_the_workers_what_was_promo
     assert all("sample/dropped_stale_total" not in entry for entry in steps)
 
 
+def test_the_worker_hears_that_nothing_is_served_any_more(make_trainer: Callable[..., Any]) -> None:
+    publisher = FakePublisher()
+    trainer = make_trainer(publisher)
+    trainer.train()
+    publisher.current_seq = None
+    publisher._callback(None)
+    assert trainer.rollout_worker.versions == [1, 2, 3, 4, 0]
+
+
 @pytest.mark.parametrize("fate", ["rolled_back", "replaced", "failed"])
 def test_training_goes_on_whatever_becomes_of_a_version_and_samples_age_all_the_same(
     make_trainer: Callable[..., Any], fate: str

@@ -55,6 +55,25 @@ class RequestTimes(Struct, frozen=True, kw_only=True):
     decode_s: float = 0.0
 
 
+class DecodeRate(Struct, frozen=True, kw_only=True):
+    """How fast an engine decoded for `over_s` while it decoded about `batch` sequences at once, all ranks together."""
+
+    batch: float
+    tokens_per_s: float
+    over_s: float
+
+
+class Decoding(Struct, frozen=True, kw_only=True):
+    """Whether an engine would decode more if it had more at once: `rates` by batch, ascending, of the last hour.
+
+    `batch` is what it decodes at once lately, `batch_max` what it would at most; 0 where nobody knows.
+    """
+
+    batch: float = 0.0
+    batch_max: int = 0
+    rates: tuple[DecodeRate, ...] = ()
+
+
 class ReplicaReport(Struct, frozen=True, kw_only=True):
     """What an agent observes of its engine. `loaded` are the adapter ids the engine lists from our directory.
 
@@ -76,7 +95,8 @@ class ReplicaReport(Struct, frozen=True, kw_only=True):
     host: str = ""
     root: str = ""
     cache: CacheReport = CacheReport()
-    request_times: RequestTimes = RequestTimes()
+    served: RequestTimes = RequestTimes()
+    decoding: Decoding = Decoding()
 
 
 class SeenReplica(Struct, frozen=True, kw_only=True):

@@ -34,6 +34,11 @@ _REQUEST_TOTALS = (
     "vllm:request_prefill_time_seconds_sum",
     "vllm:request_decode_time_seconds_sum",
 )
+_DECODING = (
+    "vllm:num_requests_running",
+    "vllm:inter_token_latency_seconds_count",
+    "vllm:inter_token_latency_seconds_sum",
+)
 TOKEN_HEADER = "x-adaptersync-token"  # noqa: S105 - the name of a header
 WORKER_EXTENSION = "adaptersync.engine.audit.Auditor"
 ANSWER_LIMIT = 16 << 20  # bytes of one control answer
@@ -62,6 +67,7 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     engines: int = 1
     dtype: str = ""
     device: str = ""
+    max_num_seqs: int = 0
     audits: bool = False
 
 
@@ -122,12 +128,20 @@ class Prefills(Struct, frozen=True, kw_only=True):
 
 
 class RequestTotals(Struct, frozen=True, kw_only=True):
-    """What the requests that ended have taken since the server began, over all its ranks, in each of its phases."""
+    """What the requests that ended have taken since the server began, over all its ranks, in each of its phases.
+
+    `running` are those under way now. `tokens` were decoded after a first one, up to now and of whichever request, and
+    `tokens_s` is the sum of their inter-token latencies: what that grows by in a second is how many sequences
+    were decoded at once.
+    """
 
     requests: float
     queue_s: float
     prefill_s: float
     decode_s: float
+    running: float = 0.0
+    tokens: float = 0.0
+    tokens_s: float = 0.0
 
 
 class _LoraConfig(Struct, frozen=True, kw_only=True):
@@ -148,6 +162,10 @@ class _DeviceConfig(Struct, frozen=True, kw_only=True):
     device: str | None = None
 
 
+class _SchedulerConfig(Struct, frozen=True, kw_only=True):
+    max_num_seqs: int | None = None
+
+
 class _ServerConfig(Struct, frozen=True, kw_only=True):
     """What `/server_info` says, as far as it matters here."""
 
@@ -155,6 +173,7 @@ class _ServerConfig(Struct, frozen=True, kw_only=True):
     parallel_config: _ParallelConfig | None = None
     model_config: _ModelConfig = _ModelConfig()
     device_config: _DeviceConfig = _DeviceConfig()
+    scheduler_config: _SchedulerConfig = _SchedulerConfig()
 
 
 class KvSource(Struct, frozen=True, kw_only=True):
@@ -340,12 +359,21 @@ class VllmClient:
         """None when the server does not count it."""
         found: dict[str, float] = {}
         for name, _, value in await self.metrics():
-            if name in _REQUEST_TOTALS:
+            if name in _REQUEST_TOTALS or name in _DECODING:
                 found[name] = found.get(name, 0.0) + value
-        if len(found) < len(_REQUEST_TOTALS):
+        if not found.keys() >= {*_REQUEST_TOTALS}:
             return None
         requests, queue_s, prefill_s, decode_s = (found[name] for name in _REQUEST_TOTALS)
-        return RequestTotals(requests=requests, queue_s=queue_s, prefill_s=prefill_s, decode_s=decode_s)
+        running, tokens, tokens_s = (found.get(name, 0.0) for name in _DECODING)
+        return RequestTotals(
+            requests=requests,
+            queue_s=queue_s,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+            running=running,
+            tokens=tokens,
+            tokens_s=tokens_s,
+        )
 
     async def kv_event_sources(self) -> dict[int, KvSource]:
         """By rank, where the server publishes what its cache holds; empty when it does not."""
@@ -395,6 +423,7 @@ class VllmClient:
             engines=len({labels.get("engine", "") for labels in caches}) or 1,
             dtype=(config.model_config.dtype or "").removeprefix("torch."),
             device=config.device_config.device or "",
+            max_num_seqs=config.scheduler_config.max_num_seqs or 0,
             audits=config.parallel_config is not None
             and config.parallel_config.worker_extension_cls == WORKER_EXTENSION,
         )

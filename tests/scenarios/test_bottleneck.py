@@ -93,7 +93,7 @@ async def test_a_run_whose_trainer_is_slow(make: Make, ask: Ask, say: Say) -> No
         await train(fleet, inflight=8, samples=4, train_s=0.5, queue=8)
         limit, document = await verdict(ask)
         assert limit == "trainer", document
-        assert document["figures"]["queued"] > 4  # of 8: samples wait for the trainer
+        assert document["evidence"]["queued"] > 4  # of 8: samples wait for the trainer
         told = await say("bottleneck", "run")
         assert "run  is limited by the trainer: samples are there before it is" in told
         assert f"  because  {document['verdict']['evidence'][0]}" in told
@@ -106,16 +106,38 @@ async def test_a_run_whose_engines_have_more_than_they_can_do(make: Make, ask: A
         await train(fleet, inflight=12, samples=8, train_s=0.02, tokens=20)
         limit, document = await verdict(ask)
         assert limit == "generation", document
-        assert document["figures"]["engine_queue"] > 0.5
+        assert document["evidence"]["engine_queue"] > 0.5
         assert "more replicas" in document["verdict"]["change"][0]
 
 
 async def test_a_run_with_too_little_in_flight(make: Make, ask: Ask) -> None:
+    """Known once engines were seen with more at once."""
     async with make(latency=Latency(decode_tokens_per_s=100)) as fleet:
-        await train(fleet, inflight=2, samples=6, train_s=0.02, tokens=20)
-        limit, document = await verdict(ask)
+        limit, document = await capped(fleet, ask, inflight=6)
+        assert limit in ("generation or in-flight", "in-flight"), document
+        assert "a larger in-flight limit" in document["verdict"]["change"][0]
+        limit, document = await capped(fleet, ask, inflight=12)
         assert limit == "in-flight", document
-        assert "in-flight limit" in document["verdict"]["change"][0]
+        assert "a larger in-flight limit" in document["verdict"]["change"][0]
+
+
+async def test_a_run_whose_engines_are_saturated_and_queue_nobody(make: Make, ask: Ask) -> None:
+    """All that may be are in flight, and none waits: the batch is what slows an engine down."""
+    async with make(latency=Latency(decode_tokens_per_s=200, full_rate_seqs=2)) as fleet:
+        limit, document = await capped(fleet, ask, inflight=8)
+        assert limit in ("generation or in-flight", "generation"), document
+        limit, document = await capped(fleet, ask, inflight=20)
+        assert limit == "generation", document
+        assert document["evidence"]["engine_queue"] < 0.1
+        assert document["evidence"]["inflight"] >= 0.9 * document["evidence"]["inflight_max"]
+        assert "more replicas" in document["verdict"]["change"][0]
+
+
+async def capped(fleet: WholeFleet, ask: Ask, *, inflight: int) -> tuple[str, Any]:
+    """The verdict on a trainer that has nothing to do but to wait for rollouts, of which it has so many in flight."""
+    await train(fleet, inflight=inflight, samples=8, train_s=0.02, tokens=60)
+    document = await ask("bottleneck", "run", "--last", str(STEPS))
+    return document["verdict"]["limit"], document
 
 
 async def test_a_run_whose_router_takes_no_more(make: Make, ask: Ask) -> None:
@@ -131,7 +153,7 @@ async def test_a_run_that_waits_for_promotions(make: Make, ask: Ask) -> None:
         await train(fleet, inflight=8, samples=4, train_s=0.05, waits=True)
         limit, document = await verdict(ask)
         assert limit == "sync", document
-        assert document["figures"]["phase"] in ("loaded", "proved")  # a proof may load the canary
+        assert document["evidence"]["phase"] in ("loaded", "proved")  # a proof may load the canary
         assert document["verdict"]["change"][0].startswith("look at `")
 
 
@@ -141,7 +163,7 @@ async def test_a_run_whose_rollouts_are_held_for_promotions(make: Make, ask: Ask
         await train(fleet, inflight=8, samples=4, train_s=0.02, strict=True)
         limit, document = await verdict(ask)
         assert limit == "sync", document
-        assert document["figures"]["held"] > 0.5
+        assert document["evidence"]["held"] > 0.5
 
 
 async def test_a_run_that_has_only_begun_is_not_judged(make: Make, ask: Ask) -> None:

@@ -9,6 +9,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+from adaptersync.agent.decode_rates import DecodeRates
 from adaptersync.agent.engine import Engine
 from adaptersync.agent.kv_follow import Follower
 from adaptersync.agent.prove import Prover
@@ -73,7 +74,7 @@ async def _stand_beside(config: Config, mount: Reader | None = None) -> None:
                     )
                 )
                 tasks.create_task(agent.observe())
-                tasks.create_task(watch(vllm, agent.request_times))
+                tasks.create_task(watch(vllm, agent.request_times, agent.decode_rates))
                 if config.group.policy == "expected":
                     tasks.create_task(tell_rate(vllm, ownership, keys, replica=config.agent.name))
                 if follows:
@@ -114,6 +115,7 @@ class Agent:
         self._generation = 0
         self.bell = Bell()
         self.request_times = LatestTimes()
+        self.decode_rates = DecodeRates()
 
     async def observe(self) -> None:
         """Heartbeat: no word from the engine, no word to Redis, and the fleet counts this replica as silent."""
@@ -155,6 +157,7 @@ class Agent:
             root=facts.root,
             cache=self._follower.report() if self._follower else CacheReport(why="agent.kv_events is off"),
             request_times=self.request_times.told(),
+            decoding=self.decode_rates.told(time.monotonic(), batch_max=facts.max_num_seqs * facts.engines),
         )
         if self._follower:
             self._follower.see(self._engine.epoch, facts.base_model, report.ranks)

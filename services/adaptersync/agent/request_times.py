@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 
+from adaptersync.agent.decode_rates import DecodeRates
 from adaptersync_core.errors import AdapterSyncError
 from adaptersync_core.records import RequestTimes
 from adaptersync_core.vllm import RequestTotals, VllmClient
@@ -59,13 +60,15 @@ class LatestTimes:
         )
 
 
-async def watch(engine: VllmClient, latest: LatestTimes) -> None:
+async def watch(engine: VllmClient, latest: LatestTimes, rates: DecodeRates) -> None:
     """Look again and again; runs until cancelled. An engine that is away, or does not count, is told nothing of."""
     while True:
         try:
             totals = await engine.request_totals()
             if totals is not None:
-                latest.see(totals, time.monotonic())
+                at = time.monotonic()
+                latest.see(totals, at)
+                rates.see(totals, at)
         except AdapterSyncError as error:
             log.debug("engine's counters not read: %s", error)
         await asyncio.sleep(LOOK_S)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from adaptersync.agent.request_times import LOOKS, LatestTimes
 from adaptersync_core.records import RequestTimes
 from adaptersync_core.vllm import RequestTotals, VllmClient
@@ -64,3 +66,14 @@ async def test_the_counters_of_all_ranks_are_one() -> None:
     ]
     assert await Server("\n".join(lines)).request_totals() == counters(4, 1.0, 0.5, 8.0)
     assert await Server("\n".join(lines[:3])).request_totals() is None  # not all of them: another vLLM
+    lines += [
+        f'vllm:{name}{{engine="{rank}",model_name="base"}} {value}'
+        for rank in (0, 1)
+        for name, value in (
+            ("num_requests_running", 3.0),
+            ("inter_token_latency_seconds_count", 40.0),
+            ("inter_token_latency_seconds_sum", 2.0),
+        )
+    ]
+    totals = await Server("\n".join(lines)).request_totals()
+    assert totals == replace(counters(4, 1.0, 0.5, 8.0), running=6.0, tokens=80.0, tokens_s=4.0)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from adaptersync_core.errors import NameInvalid
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.records import RequestTimes
+from adaptersync_core.records import ReplicaReport, RequestTimes
 from adaptersync_core.registry import Registry
 from adaptersync_core.rollouts import dated
 from adaptersync_tools import bottleneck as limits
@@ -55,12 +55,12 @@ last_option = click.option(
 
 
 class Found(Struct, kw_only=True):
-    """What was kept of a run's newest versions, oldest first; `request_times` by replica."""
+    """What was kept of a run's newest versions, oldest first; `replicas` are what agents say of theirs."""
 
     manifests: list[Manifest]
     versions: list[VersionPhases]
     rollouts: Rollouts
-    request_times: dict[str, RequestTimes]
+    replicas: dict[str, ReplicaReport]
 
 
 class Phases(Struct, frozen=True, kw_only=True):
@@ -105,7 +105,7 @@ def phases(run: str, version: str | None, config_path: Path | None, as_json: boo
         version=shown,
         shares=shares(found.versions),
         rollouts=found.rollouts.phases(),
-        engines={name: times for name, times in found.request_times.items() if times.requests},
+        engines={name: each.request_times for name, each in found.replicas.items() if each.request_times.requests},
         trainer=told.timings | told.load,
     )
     if as_json:
@@ -123,13 +123,15 @@ def bottleneck(run: str, config_path: Path | None, as_json: bool, last: int) -> 
     """Say which side limits RUN, by which evidence, and what to change first.
 
     Judged by its newest versions: what their trainer says of its steps, syncs and waits, how long rollouts were held
-    for a version, and whether requests queue in engines. The verdict may be that this is not enough evidence.
+    for a version, whether requests queue in engines, and whether these decoded more when they had more at once. The
+    verdict may be that this is not enough evidence.
 
     \b
     trainer        samples are there before it is
     sync           training, or rollouts, wait for versions
     generation     the trainer waits for rollouts, and engines do what they can
-    in-flight      it waits for them, and engines could do more at once
+    in-flight      it waits for them, and engines do more when they have more at once
+    generation or in-flight: one of the two; engines were seen with too little else at once to tell
     balanced       nothing stands out
     Examples:
       adaptersync bottleneck my-run
@@ -137,10 +139,10 @@ def bottleneck(run: str, config_path: Path | None, as_json: bool, last: int) -> 
     """
     config = settings(config_path)
     found = visit(config, lambda registry: _read(registry, run, last, None), timeout_s=READ_S)
-    figures = limits.figures(found.manifests, found.versions, found.rollouts, found.request_times.values())
-    verdict = limits.judge(figures)
+    evidence = limits.evidence(found.manifests, found.versions, found.rollouts, list(found.replicas.values()))
+    verdict = limits.judge(evidence)
     if as_json:
-        print_json({"run": run, "verdict": verdict, "figures": figures})
+        print_json({"run": run, "verdict": verdict, "evidence": evidence})
         return
     out = console()
     style = {"unknown": "bold yellow", "balanced": "bold green"}.get(verdict.limit)
@@ -180,7 +182,7 @@ async def _read(registry: Registry, run: str, last: int, version: str | None) ->
         manifests=manifests,
         versions=[each for each in versions if each is not None],
         rollouts=rollouts,
-        request_times={name: seen.report.request_times for name, seen in sorted(replicas.items())},
+        replicas={name: seen.report for name, seen in sorted(replicas.items())},
     )
 
 

@@ -17,6 +17,7 @@ from adaptersync_core.records import DecodeRate, Decoding
 from adaptersync_core.vllm import RequestTotals
 
 LOOKS = 12  # kept of each size, and of those that say how large the batch is lately
+LEAST = 3  # of one size, from which it is told of: one alone may be wrong by what begins and ends in it
 KEPT_S = 3600.0  # prompts and answers change while a run trains, and with them what a token costs
 STEADY = 1.5  # times the least of what says how large a batch was in a look, to the most
 
@@ -61,7 +62,7 @@ class DecodeRates:
         rates = []
         for _, looks in sorted(self._sizes.items()):
             kept = [look for look in looks if now - look.at <= KEPT_S]
-            if kept:
+            if len(kept) >= LEAST:
                 over_s = sum(look.over_s for look in kept)
                 rates.append(
                     DecodeRate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaptersync.agent.decode_rates import KEPT_S, LOOKS, DecodeRates
+from adaptersync.agent.decode_rates import KEPT_S, LEAST, LOOKS, DecodeRates
 from adaptersync_core.records import DecodeRate, Decoding
 from adaptersync_core.vllm import RequestTotals
 
@@ -38,13 +38,13 @@ class Engine:
 def test_rates_are_by_batch_and_the_batch_is_that_of_lately() -> None:
     engine = Engine()
     assert engine.told() == Decoding(batch_max=64)
-    engine.looks(2, 15.0, 600.0)  # of the first nothing is known that came before it
+    engine.looks(1 + LEAST, 15.0, 600.0)  # of the first nothing is known that came before it
     engine.looks(LOOKS, 30.0, 900.0)  # at the first of these the batch had changed
     engine.looks(LOOKS, 32.0, 1000.0)
     told = engine.told()
     assert (told.batch, told.batch_max) == (32.0, 64)
     assert told.rates == (
-        DecodeRate(batch=15.0, tokens_per_s=600.0, over_s=LOOK_S),
+        DecodeRate(batch=15.0, tokens_per_s=600.0, over_s=LEAST * LOOK_S),
         DecodeRate(batch=32.0, tokens_per_s=1000.0, over_s=LOOKS * LOOK_S),
     )
 
@@ -53,25 +53,33 @@ def test_rates_are_by_batch_and_the_batch_is_that_of_lately() -> None:
 def test_a_look_in_which_the_batch_changed_says_nothing(batch: float, running: float) -> None:
     """Half the time with 30 and half idle is not 15, at which a token would take less."""
     engine = Engine()
-    engine.looks(2, 30.0, 900.0)
-    engine.looks(1, batch, 450.0, running=running)
+    engine.looks(1 + LEAST, 30.0, 900.0)
+    engine.looks(LEAST, batch, 450.0, running=running)
     engine.looks(1, 30.0, 0.0)  # nothing was decoded
-    assert engine.told().rates == (DecodeRate(batch=30.0, tokens_per_s=900.0, over_s=LOOK_S),)
+    assert engine.told().rates == (DecodeRate(batch=30.0, tokens_per_s=900.0, over_s=LEAST * LOOK_S),)
 
 
 def test_another_life_of_the_engine_begins_at_nothing() -> None:
     engine = Engine()
-    engine.looks(3, 30.0, 900.0)
+    engine.looks(1 + LEAST, 30.0, 900.0)
     engine.tokens = engine.tokens_s = 0.0
     engine.see()
     assert engine.told() == Decoding(batch_max=64)
 
 
+def test_a_size_that_was_hardly_seen_is_not_told_of() -> None:
+    engine = Engine()
+    engine.looks(LEAST, 30.0, 900.0)
+    assert engine.told() == Decoding(batch_max=64)
+    engine.looks(1, 30.0, 900.0)
+    assert len(engine.told().rates) == 1
+
+
 def test_what_is_old_is_forgotten() -> None:
     engine = Engine()
-    engine.looks(3, 15.0, 600.0)
+    engine.looks(1 + LEAST, 15.0, 600.0)
     engine.at += KEPT_S
-    engine.looks(3, 30.0, 900.0)
+    engine.looks(1 + LEAST, 30.0, 900.0)
     assert [rate.batch for rate in engine.told().rates] == [30.0]
 
 

@@ -95,7 +95,7 @@ class ReplicaReport(Struct, frozen=True, kw_only=True):
     host: str = ""
     root: str = ""
     cache: CacheReport = CacheReport()
-    served: RequestTimes = RequestTimes()
+    request_times: RequestTimes = RequestTimes()
     decoding: Decoding = Decoding()
 
 

@@ -109,7 +109,7 @@ def evidence(
     telling = [each for each in manifests if {"step_s", "sync_s", "rollout_wait_s"} <= each.timings.keys()]
     waits = [min(each.timings["rollout_wait_s"], each.timings["step_s"]) for each in telling]
     steps = [each.step for each in telling if each.step is not None]
-    engines = [each.served for each in replicas if each.served.requests]
+    engines = [each.request_times for each in replicas if each.request_times.requests]
     in_engines = sum(each.queue_s + each.prefill_s + each.decode_s for each in engines)
     decoding = [each.decoding for each in replicas if each.decoding.rates]
     limited = [each.batch_max for each in decoding if each.batch_max]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from adaptersync.trainer.checkpoint import adapter_in
 from adaptersync.trainer.publication import Outcome
-from adaptersync_core.errors import PublicationFailed
+from adaptersync_core.errors import Fenced, PublicationFailed
 from adaptersync_core.identity import adapter_id
 
 
@@ -28,7 +28,10 @@ class FakePublication:
 
     @property
     def seq(self) -> int | None:
-        return None if self._publisher.fates.get(self._number) in ("replaced", "failed") else self._number
+        unpublished = self._number in self._publisher.on_their_way
+        return (
+            None if unpublished or self._publisher.fates.get(self._number) in ("replaced", "failed") else self._number
+        )
 
     @property
     def publication(self) -> FakePublication | None:
@@ -42,13 +45,15 @@ class FakePublication:
         fate = self._publisher.fates.get(self._number, "current")
         if fate == "silence":
             raise PublicationFailed(f"no outcome in {timeout_s:g} s", version=self.adapter_id)
+        if fate == "fenced":
+            raise Fenced("a newer trainer has begun this run", run="run")
         return self._publisher.decide(self, fate)
 
 
 class FakePublisher:
     """`fates` says what becomes of a number that is waited for; by default it is promoted.
 
-    Numbers begin after `last`.
+    Numbers begin after `last`; those `on_their_way` are published as they are decided.
     """
 
     epoch = 7
@@ -56,6 +61,7 @@ class FakePublisher:
     def __init__(self, fates: Mapping[int, str] | None = None, *, last: int = 0) -> None:
         self.fates = dict(fates or {})
         self.current_seq: int | None = None
+        self.on_their_way: set[int] = set()
         self.waited_for: list[int] = []
         self.published: list[SimpleNamespace] = []
         self.closed = False
@@ -68,6 +74,7 @@ class FakePublisher:
         return FakePublication(self, self._seq, step)
 
     def decide(self, publication: FakePublication, fate: str) -> Outcome:
+        self.on_their_way.discard(publication._number)
         if fate == "current":
             self.current_seq = publication._number
             self._callback(publication._number)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from adaptersync_core.errors import PublicationFailed
+from adaptersync_core.errors import AdapterSyncError, PublicationFailed
 
 logger = logging.getLogger(__name__)
 
@@ -127,13 +127,13 @@ class Pace(Generic[S]):
         return self._wait(allowed=max(self._max_staleness - 1, 0))
 
     def settle(self) -> None:
-        """Wait for the outcome of everything submitted. Training is over: what is late is only logged."""
+        """Wait for the outcome of everything submitted. Training is over: what keeps it from coming is only logged."""
         deadline = self._monotonic() + self._timeout_s
         try:
             while self._undecided:
                 self._decide_oldest(deadline - self._monotonic())
-        except PublicationFailed as late:
-            logger.warning("training is over, and the fleet has not decided: %s", late)
+        except AdapterSyncError as error:
+            logger.warning("training is over, and what became of its last versions is not known: %s", error)
 
     def sync_of(self, seq: int) -> int:
         """The sync a version is of; NEVER when it is none that this trainer may still train on."""

@@ -18,7 +18,7 @@ What it changes in TRL:
   the router says that this version wrote it (`answers`). Once that is too old to be trained on, the conversation is cut
   off, its request with it, and begun again; except in an environment, which only TRL can reset.
 - A checkpoint says which adapter it holds (`checkpoint`); training goes on from it with that adapter or not at all.
-- An error on one process is raised on all, so that none waits for the others for ever.
+- An error on one process is raised on all, so that none waits for the others for ever; but not from within a step.
 - The rollout process is drained when it is stopped; TRL waits 15 s for it whenever its queues hold something. One
   that dies while it starts fails the run; TRL can hang.
 """
@@ -29,6 +29,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import pickle
 import queue
@@ -37,11 +38,11 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from torch.utils.data import DataLoader, IterableDataset
 
 from adaptersync.trainer import checkpoint
 from adaptersync.trainer.answers import Verdict, judge, model_name, pause_s, writer
@@ -71,7 +72,6 @@ from adaptersync_core.identity import check_run
 
 logger = logging.getLogger(__name__)
 
-NUMBER_S = 5.0  # for a checkpoint to learn the number of the version that has its bytes
 STOP_S = 15.0  # for the rollout process to end while it is drained; what it still makes is not wanted
 LULL_S = 0.02  # without anything to read: then a queue is taken as drained, for now
 UNTOLD = 64  # publications without an outcome whose phases may still be logged
@@ -93,6 +93,7 @@ class RolloutLoop(_AsyncRolloutLoop):
 
     def __init__(self, *, arguments: str, **kwargs: Any) -> None:
         super().__init__(**pickle.loads(Path(arguments).read_bytes()), **kwargs)  # noqa: S301 - written by our parent
+        check_made(self)
         self._written_by: dict[str, int] = {}  # rollout id → oldest version in it; emptied as groups are scored
         self._conversations = Conversations(
             self._model_version_value,
@@ -186,6 +187,8 @@ class RolloutWorker(AsyncRolloutWorker):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        check_made(self)
+        self._not_started: Exception | None = None
         self._model_version_value = self._mp_ctx.Value(Clocks, 0, 0)
 
     def update_oldest_useful(self, version: int) -> None:
@@ -195,9 +198,23 @@ class RolloutWorker(AsyncRolloutWorker):
     def start(self) -> None:
         """Start the process and wait until it is ready.
 
-        Its arguments, a whole dataset among them, travel in a file. Through multiprocessing's pipe they would hang the
-        trainer for ever when the process dies before reading them, as it does under a script that trains outside
-        `if __name__ == "__main__"`: the writer holds the reading end open as well, so the write never fails.
+        TRL does it on the main process alone, while the others go on: what it fails with is raised by `check_start`.
+        """
+        try:
+            self._start()
+        except Exception as error:
+            self._not_started = error
+
+    def check_start(self) -> None:
+        if self._not_started is not None:
+            raise self._not_started
+
+    def _start(self) -> None:
+        """Its arguments, a whole dataset among them, travel in a file.
+
+        Through multiprocessing's pipe they would hang the trainer for ever when the process dies before reading them,
+        as it does under a script that trains outside `if __name__ == "__main__"`: the writer holds the reading end
+        open as well, so the write never fails.
         """
         arguments = self._loop_kwargs
         with tempfile.NamedTemporaryFile(prefix="adaptersync-rollouts-") as file:
@@ -255,6 +272,34 @@ def _our_rollout_worker() -> Iterator[None]:
         async_grpo_trainer.AsyncRolloutWorker, async_rollout_worker.is_vllm_available = theirs
 
 
+class Batches(IterableDataset):
+    """What TRL makes of the samples. Ends when there can be no more of it, and says why when it is asked.
+
+    accelerate deals batches out from the main process. It tells the others of an end, except before the first batch,
+    but of an error it does not: they would wait for their part as long as the main process lives.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._source = batches
+        self._begun: Iterator[Any] = iter(())
+        self._failure: Exception | None = None
+
+    def begin(self) -> None:
+        """Wait for an epoch's first batch; raises what keeps it from coming."""
+        source = iter(self._source)
+        self._begun = itertools.chain(list(itertools.islice(source, 1)), source)
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self._begun
+        except Exception as error:  # whatever it is: `check` raises it
+            self._failure = error
+
+    def check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
 class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
     """TRL's trainer for a run of an adaptersync fleet; takes what TRL's takes, and:
 
@@ -292,12 +337,17 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         with _our_rollout_worker():
             super().__init__(*args, **kwargs)
         check_made(self)
+        self._batches = Batches([])
+        self._epoch: Any = None  # what is being read
         self._figures = Figures(inflight_max=self.args.max_inflight_tasks, queued_max=self.args.queue_maxsize)
         self._untold: deque[Submission] = deque(maxlen=UNTOLD)
         self._pace = self._new_pace(Counts())
         self._resumed: checkpoint.Checkpoint | None = None
         self._outgoing = Path(self._lora_dir) / f"{self.run}-outgoing"
         self._saves = 0  # the same on every process
+        self._held: checkpoint.Checkpoint | None = None  # what was last handed over
+        self._held_at = -1  # the step of it, on every process, if a checkpoint of that step is due
+        self._numbers = checkpoint.Numbers()
 
     @property
     def counts(self) -> Counts:
@@ -335,11 +385,16 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         self._on_main(lambda: self._open(kwargs.get("resume_from_checkpoint")))
         try:
             output = super()._inner_training_loop(*args, **kwargs)
-            self._on_main(self._pace.settle)
+            self._on_main(self._finish)
             return output
         finally:
             if self._publisher is not None:
                 self._publisher.close()
+
+    def _finish(self) -> None:
+        self._batches.check()
+        self._pace.settle()
+        self._numbers.look()
 
     def _open(self, resumed: str | None) -> None:
         self._resumed = checkpoint.read(Path(resumed)) if resumed else None
@@ -353,7 +408,30 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
     def get_train_dataloader(self) -> Any:
         if self.accelerator.is_main_process:
             self.rollout_queue = Samples(self.rollout_worker.rollout_buffer, self._pace)
-        return super().get_train_dataloader()
+        theirs, async_grpo_trainer.DataLoader = async_grpo_trainer.DataLoader, self._loader
+        try:
+            return super().get_train_dataloader()
+        finally:
+            async_grpo_trainer.DataLoader = theirs
+
+    def _loader(self, dataset: Any, **options: Any) -> Any:
+        self._batches = Batches(dataset)
+        return DataLoader(self._batches, **options)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Only the main process reads samples: what goes wrong there is raised on all, when all are here."""
+        if epoch_iterator is not self._epoch:
+            self._epoch = epoch_iterator
+            self._on_main(self._begin)
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if len(batches) < num_batches:
+            self._on_main(self._batches.check)
+        return batches, items
+
+    def _begin(self) -> None:
+        if isinstance(self.rollout_worker, RolloutWorker):
+            self.rollout_worker.check_start()
+        self._batches.begin()
 
     def _follow(self) -> None:
         """Let the rollout worker ask for what the fleet serves by now. Called by this thread and the publisher's."""
@@ -376,6 +454,9 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         at_barrier = time.time()
         directory, timings = self._save_adapter()
         at_saved = time.time()
+        if self.control.should_save:
+            self._held_at = self.state.global_step
+            self._on_main(lambda: self._hold(directory))
         self._on_main(lambda: self._submit(directory, timings))
         return t0, at_barrier, at_saved
 
@@ -401,6 +482,7 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         if self._resumed is not None:
             self._resumed.check(directory)
             self._resumed = None
+        self._numbers.look()
         step = self.state.global_step
         timings = self._figures.timings(step) | timings
         submission = self._publisher.submit(
@@ -440,18 +522,31 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
             raise PublicationFailed(f"another process of this trainer failed: {others}", run=self.run)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        directory, _ = self._save_adapter()  # what the checkpoint holds may be newer than what was published last
-        self._on_main(lambda: self._describe(directory, Path(self._get_output_dir(trial=trial))))
-        super()._save_checkpoint(model, trial)
+        """What it holds was handed over in this very step; where it was not, it is saved once more to be hashed.
 
-    def _describe(self, directory: Path, output: Path) -> None:
+        What it holds is written first: one killed in between leaves no checkpoint that does not say so.
+        """
+        if self._held_at != self.state.global_step:
+            directory, _ = self._save_adapter()
+            self._on_main(lambda: self._hold(directory, remove=True))
+        place = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        self._on_main(lambda: self._describe(place))
+        save = super()._save_checkpoint
+        self._everywhere(lambda: save(model, trial))
+        self._on_main(self._numbers.look)
+
+    def _hold(self, directory: Path, remove: bool = False) -> None:
+        epoch = self._publisher.epoch if self._publisher else 0
+        self._held = checkpoint.adapter_in(directory, run=self.run, epoch=epoch)
+        if remove:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _describe(self, place: Path) -> None:
+        assert self._held is not None  # noqa: S101 - held just before
+        self._held.write(place)
         newest = self._pace.newest
-        published = newest.published(NUMBER_S) if newest and newest.step == self.state.global_step else None
-        held = checkpoint.adapter_in(directory, run=self.run, epoch=self._publisher.epoch if self._publisher else 0)
-        if published is not None and published.digest == held.digest:
-            held = msgspec.structs.replace(held, seq=published.seq)
-        held.write(output / f"checkpoint-{self.state.global_step}")
-        shutil.rmtree(directory, ignore_errors=True)
+        if newest is not None and newest.step == self.state.global_step:
+            self._numbers.want(place, self._held, newest)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         counts = self.counts

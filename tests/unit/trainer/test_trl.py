@@ -252,8 +252,9 @@ def test_a_process_that_dies_at_its_start_fails_the_start(worker: Any) -> None:
     """Its arguments are larger than a pipe holds: sent through one, they would hang the trainer."""
     dataset = [DiesBeforeItIsReady(), b"x" * 1_000_000]
     worker._loop_kwargs["dataset"] = dataset
+    worker.start()
     with pytest.raises(RuntimeError, match="exited during init"):
-        worker.start()
+        worker.check_start()
     assert worker._loop_kwargs["dataset"] is dataset  # where TRL looks for it when it saves and resumes
 
 
@@ -267,8 +268,9 @@ def test_why_the_process_ended_is_said_in_one_line(worker: Any) -> None:
 
 def test_arguments_that_cannot_be_sent_are_named(worker: Any) -> None:
     worker._loop_kwargs["reward_funcs"] = [lambda **_: [0.0]]
+    worker.start()
     with pytest.raises(TypeError, match="must be picklable"):
-        worker.start()
+        worker.check_start()
 
 
 # --- the trainer ------------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_that_there_will_be_no_more_samples_is_raised_on_both(base: Path, tmp_pa
     main, other = run(base, tmp_path / "out", "ddp", "health@0,1")
     ended = "AdapterSyncError: the rollout process ended: killed"
     assert main["raised"] == f"{ended}; {ended}"
-    told = f"PublicationFailed: another process of this trainer failed: {ended}; run=sums"
+    told = f"PublicationFailed: another process of this trainer failed: {ended} (run=sums)"
     assert other["raised"] == f"{told}; {told}"
     assert len(main["digests"]) == 3  # one batch was trained on
     assert other["seconds"] < SOON_S

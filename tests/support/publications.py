@@ -28,10 +28,8 @@ class FakePublication:
 
     @property
     def seq(self) -> int | None:
-        unpublished = self._number in self._publisher.on_their_way
-        return (
-            None if unpublished or self._publisher.fates.get(self._number) in ("replaced", "failed") else self._number
-        )
+        never = self._publisher.fates.get(self._number) in ("replaced", "failed")
+        return None if never or self._number in self._publisher.on_their_way else self._number
 
     @property
     def publication(self) -> FakePublication | None:

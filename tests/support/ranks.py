@@ -99,9 +99,9 @@ def main(base: Path, out: Path, kind: str, fault: str) -> None:
         patch.setattr(trl.async_grpo_trainer, "save_lora_adapter", full)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     name, _, after = fault.partition("@")
-    workers = [Dies(trainers.BATCH, int(batches)) for batches in after.split(",")] if name == "health" else []
+    dying = [Dies(trainers.BATCH, int(batches)) for batches in after.split(",")] if name == "health" else []
     began, raised = time.monotonic(), []
-    for worker in workers or [StubWorker(trainers.BATCH)]:
+    for worker in dying or [StubWorker(trainers.BATCH)]:
         torch.manual_seed(0)
         arguments = {"per_device_train_batch_size": trainers.BATCH // world}
         made = trainers.trainer(trl, base, out, steps=2, rollout_worker=worker, arguments=arguments)

@@ -99,7 +99,8 @@ def main(base: Path, out: Path, kind: str, fault: str) -> None:
         patch.setattr(trl.async_grpo_trainer, "save_lora_adapter", full)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     name, _, after = fault.partition("@")
-    dying = [Dies(trainers.BATCH, int(batches)) for batches in after.split(",")] if name == "health" else []
+    deaths = after.split(",") if name == "health" else []
+    dying: list[StubWorker] = [Dies(trainers.BATCH, int(batches)) for batches in deaths]
     began, raised = time.monotonic(), []
     for worker in dying or [StubWorker(trainers.BATCH)]:
         torch.manual_seed(0)

@@ -368,6 +368,26 @@ def test_an_error_while_saving_reaches_the_caller(
     assert publisher.closed
 
 
+@pytest.mark.parametrize("batches", [0, 1])
+def test_samples_that_cannot_be_read_end_training_with_the_reason_everywhere(
+    trl: ModuleType, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, batches: int
+) -> None:
+    get, left, told = trl.Samples.get, iter(range(batches * BATCH)), []
+
+    def ends(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if next(left, None) is None:
+            raise AdapterSyncError("the rollout process ended: killed")
+        return get(self, *args, **kwargs)
+
+    monkeypatch.setattr(trl.Samples, "get", ends)
+    monkeypatch.setattr(trl, "gather_object", lambda mine: told.extend(mine) or mine)
+    publisher = FakePublisher()
+    with pytest.raises(AdapterSyncError, match=r"^the rollout process ended: killed"):
+        make_trainer(publisher).train()
+    assert [one for one in told if one] == ["AdapterSyncError: the rollout process ended: killed"]
+    assert len(publisher.published) == 1 + batches
+
+
 def test_an_error_on_another_process_is_raised_here_too(
     trl: ModuleType, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -232,7 +232,7 @@ async def judged(fleet: WholeFleet) -> list[Row]:
 async def test_our_trainer_trains_to_the_end_through_everything(config: Config, tmp_path: Path, base: Path) -> None:
     async with hurried(config, tmp_path, base) as fleet:
         slow(fleet, 0.3)
-        training = asyncio.create_task(trained(fleet, base, fleet.url, steps=16, run="run"))
+        training = asyncio.create_task(trained(fleet, base, fleet.url, steps=24, run="run", budget=0))
         try:
             await promotions(fleet, 1)
             await wait_until(lambda: bool(fleet[0].sim.engine.running), timeout_s=90)
@@ -251,7 +251,7 @@ async def test_our_trainer_trains_to_the_end_through_everything(config: Config, 
         finally:
             training.cancel()
             await asyncio.gather(training, return_exceptions=True)
-        assert steps[-1]["adaptersync/published"] == 17
+        assert steps[-1]["adaptersync/published"] == 25
         assert not any(entry.get("adaptersync/served_mismatch_total") for entry in steps)
         rows = await judged(fleet)
         assert {row.outcome for row in rows} <= {"ok", "client_gone", "refused"}
@@ -273,10 +273,7 @@ async def young_enough(fleet: WholeFleet, rows: list[Row], steps: list[dict[str,
     ages = Counter(int(clock) - syncs[int(version)] for clock, version in map(str.split, lines))
     assert ages.total() >= 4 * len(steps)
     assert max(ages) <= STALENESS
-    assert len(ages) > 1  # training went on while the fleet was behind
-    # and more would have been too old: dropped as they were read, or cut off before
-    too_old = ("sample/dropped_stale_total", "adaptersync/doomed_total")
-    assert sum(entry.get(name) or 0 for entry in steps for name in too_old) > 0, ages
+    assert any(entry.get("sample/dropped_stale_total") for entry in steps), ages  # others would have been too old
 
 
 async def promotions(fleet: WholeFleet, more: int) -> None:

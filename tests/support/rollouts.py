@@ -140,7 +140,8 @@ class AskingWorker(StubWorker):
 @contextlib.asynccontextmanager
 async def rollout_loop(trl: ModuleType, url: str, run: str, promoted: int) -> AsyncIterator[Any]:
     """Our rollout loop as its process would have it, less the tokenizer and the dataset."""
-    loop = trl.RolloutLoop.__new__(trl.RolloutLoop)
+    loop_class = trl.RolloutWorker._loop_cls
+    loop = loop_class.__new__(loop_class)
     loop.lora_name = run
     loop.vllm_server_url = url
     loop._model_version_value = SimpleNamespace(value=promoted, oldest=0)

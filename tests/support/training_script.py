@@ -1,6 +1,7 @@
 """A training script as one is written for TRL 1.16 and one vLLM server.
 
     python -m support.training_script --base MODEL --out DIR --url http://... [--steps N] [--resume DIR] [--run NAME]
+        [--budget TOKENS]
 
 Of all that is given to TRL `vllm_server_base_url` alone is about who generates; `--run` takes our trainer in the place
 of TRL's, and nothing else is changed. The rest is what a machine without a GPU wants. With `--run`, `DIR/taken` says of
@@ -80,6 +81,7 @@ def main() -> None:
             per_device_train_batch_size=4,
             num_generations=2,
             max_completion_length=8,
+            token_budget=options.budget,
             learning_rate=1e-3,
             save_steps=4,
             use_cpu=True,
@@ -102,6 +104,7 @@ def arguments() -> argparse.Namespace:
     for name in ("base", "out", "url"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--budget", type=int, help="tokens of a row; 0: a fixed number of samples instead")
     parser.add_argument("--resume", default="")
     parser.add_argument("--run", default="")
     return parser.parse_args()

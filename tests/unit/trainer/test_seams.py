@@ -104,7 +104,7 @@ def test_a_trainer_is_not_what_it_was_made_without(
 
 @pytest.mark.parametrize("name", ["rollout_buffer", "metrics_queue", "_stop_event_mp"])
 def test_a_rollout_worker_without_what_is_used_of_it_is_refused_before_anything_is_trained(
-    trl: ModuleType, seams: ModuleType, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
+    seams: ModuleType, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Some of it is looked at when training has ended, and what was trained would be lost."""
     init = seams.AsyncRolloutWorker.__init__
@@ -119,7 +119,7 @@ def test_a_rollout_worker_without_what_is_used_of_it_is_refused_before_anything_
 
 
 def test_so_is_a_rollout_loop_as_its_process_starts(
-    trl: ModuleType, seams: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    process: ModuleType, seams: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def another(self: Any, **_: Any) -> None:
         self.session = self.vllm_server_url = self.lora_name = self.environment_factories = None
@@ -129,4 +129,4 @@ def test_so_is_a_rollout_loop_as_its_process_starts(
     arguments = tmp_path / "arguments"
     arguments.write_bytes(pickle.dumps({}))
     with pytest.raises(ConfigError, match=rf"has no RolloutLoop\(\)\._counters; {INSTALL}"):
-        trl.RolloutLoop(arguments=str(arguments))
+        process.RolloutLoop(arguments=str(arguments))

@@ -79,7 +79,7 @@ async def test_a_turn_asks_for_the_promoted_version_by_run_and_number(trl: Modul
 
 
 async def test_a_conversation_keeps_its_version_and_its_rows_carry_it(
-    trl: ModuleType, monkeypatch: pytest.MonkeyPatch
+    trl: ModuleType, process: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two turns, a promotion between them: both are asked of the version that was current at the beginning."""
     fleet = Fleet(served())
@@ -94,8 +94,8 @@ async def test_a_conversation_keeps_its_version_and_its_rows_carry_it(
         async def scored(self: Any, group: Any) -> Any:
             return [SimpleNamespace(model_version=None) for rows in group.completions_sequences for _ in rows]
 
-        monkeypatch.setattr(trl._AsyncRolloutLoop, "_generate_one", two_turns)
-        monkeypatch.setattr(trl._AsyncRolloutLoop, "_score_group", scored)
+        monkeypatch.setattr(process._AsyncRolloutLoop, "_generate_one", two_turns)
+        monkeypatch.setattr(process._AsyncRolloutLoop, "_score_group", scored)
         older = await asyncio.create_task(loop._generate_one("a"))
         newer = await asyncio.create_task(loop._generate_one("b"))
         group = SimpleNamespace(completions_sequences=[older[2], newer[2]])
@@ -114,9 +114,9 @@ async def test_an_answer_by_another_version_is_thrown_away_and_asked_for_again(t
 
 
 async def test_a_fleet_that_keeps_answering_with_another_version_fails_the_run(
-    trl: ModuleType, monkeypatch: pytest.MonkeyPatch
+    trl: ModuleType, process: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trl, "pause_s", lambda *_: 0.0)
+    monkeypatch.setattr(process, "pause_s", lambda *_: 0.0)
     fleet = Fleet(served(6))
     async with loop_on(trl, fleet, promoted=7) as loop:
         with pytest.raises(Unroutable, match=r"sums-v6-a{12} answered instead .*model=sums@v7 attempts=3"):
@@ -220,7 +220,7 @@ def test_the_process_hears_what_is_promoted_and_what_is_too_old(
 
 @pytest.mark.parametrize("why", ["told to stop", "failed"])
 async def test_the_loop_ends_at_once_and_leaves_no_request_behind(
-    trl: ModuleType, monkeypatch: pytest.MonkeyPatch, why: str
+    trl: ModuleType, process: ModuleType, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     ended: list[str] = []
 
@@ -232,7 +232,7 @@ async def test_the_loop_ends_at_once_and_leaves_no_request_behind(
         finally:
             ended.append(why)
 
-    monkeypatch.setattr(trl._AsyncRolloutLoop, "_generate_loop", generate)
+    monkeypatch.setattr(process._AsyncRolloutLoop, "_generate_loop", generate)
     async with loop_on(trl, Fleet(served()), promoted=7) as loop:
         before = asyncio.all_tasks()
         stop = asyncio.Event()
@@ -372,15 +372,20 @@ def test_an_error_while_saving_reaches_the_caller(
 def test_samples_that_cannot_be_read_end_training_with_the_reason_everywhere(
     trl: ModuleType, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, batches: int
 ) -> None:
-    get, left, told = trl.Samples.get, iter(range(batches * BATCH)), []
+    get, left = trl.Samples.get, iter(range(batches * BATCH))
+    told: list[str] = []
 
     def ends(self: Any, *args: Any, **kwargs: Any) -> Any:
         if next(left, None) is None:
             raise AdapterSyncError("the rollout process ended: killed")
         return get(self, *args, **kwargs)
 
+    def gather(mine: list[str]) -> list[str]:
+        told.extend(mine)
+        return mine
+
     monkeypatch.setattr(trl.Samples, "get", ends)
-    monkeypatch.setattr(trl, "gather_object", lambda mine: told.extend(mine) or mine)
+    monkeypatch.setattr(trl, "gather_object", gather)
     publisher = FakePublisher()
     with pytest.raises(AdapterSyncError, match=r"^the rollout process ended: killed"):
         make_trainer(publisher).train()

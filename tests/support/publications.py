@@ -9,22 +9,28 @@ from types import SimpleNamespace
 
 from adaptersync.trainer.checkpoint import adapter_in
 from adaptersync.trainer.publication import Outcome
+from adaptersync.trainer.submissions import Submission
 from adaptersync_core.errors import Fenced, PublicationFailed
 from adaptersync_core.identity import adapter_id
 
 
-class FakePublication:
+class FakePublication(Submission):
     """A submission that was published at once, unless its fate is one that comes before that."""
 
     def __init__(self, publisher: FakePublisher, seq: int, step: int | None = None) -> None:
-        self.adapter_id = adapter_id("run", seq, f"{seq:064x}")
-        self.outcome: Outcome | None = None
-        self.trouble = ""
-        self.step = step
+        super().__init__(Path(f"adapter-{seq}"), step=step)
+        self.decided: Outcome | None = None
         self.digest = f"{seq:064x}"
         self._number = seq
-        self.timings: dict[str, float] = {}
         self._publisher = publisher
+
+    @property
+    def adapter_id(self) -> str:
+        return adapter_id("run", self._number, f"{self._number:064x}")
+
+    @property
+    def outcome(self) -> Outcome | None:
+        return self.decided
 
     @property
     def seq(self) -> int | None:
@@ -32,10 +38,10 @@ class FakePublication:
         return None if never or self._number in self._publisher.on_their_way else self._number
 
     @property
-    def publication(self) -> FakePublication | None:
+    def publication(self) -> FakePublication | None:  # type: ignore[override]
         return None if self.seq is None else self
 
-    def published(self, timeout_s: float) -> FakePublication | None:
+    def published(self, timeout_s: float) -> FakePublication | None:  # type: ignore[override]
         return self.publication
 
     def wait(self, timeout_s: float) -> Outcome:
@@ -77,8 +83,8 @@ class FakePublisher:
             self.current_seq = publication._number
             self._callback(publication._number)
         reason = f"because of {publication._number}"
-        publication.outcome = Outcome(state=fate, reason=reason)  # type: ignore[arg-type]
-        return publication.outcome
+        publication.decided = Outcome(state=fate, reason=reason)  # type: ignore[arg-type]
+        return publication.decided
 
     def submit(
         self, directory: Path, *, step: int, timings: Mapping[str, float], load: Mapping[str, float], remove: bool

@@ -16,7 +16,7 @@ class Queue(Protocol):
 class Samples:
     """What TRL reads of a queue. The rollout process tags samples with the number of the version that wrote them."""
 
-    def __init__(self, samples: Queue, pace: Pace[Any]) -> None:
+    def __init__(self, samples: Queue, pace: Pace) -> None:
         self._samples = samples
         self._pace = pace
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
-from adaptersync.trainer.outgoing import Outgoing, Verdict
+from adaptersync.trainer.outgoing import Disposition, Outgoing
 from adaptersync.trainer.publication import Outcome, Publication
 from adaptersync_core.errors import AdapterSyncError, PublicationFailed
 from adaptersync_core.proof import Probe
@@ -184,16 +184,16 @@ class Submitter:
             if self._outgoing.ended is not None:  # given up meanwhile
                 submission.end(error)
                 return
-            verdict = self._outgoing.failed(error, time.monotonic())
-            left = self._outgoing.end(error) if verdict is Verdict.END else []
-        match verdict:
-            case Verdict.RETRY:
+            disposition = self._outgoing.failed(error, time.monotonic())
+            left = self._outgoing.end(error) if disposition is Disposition.END else []
+        match disposition:
+            case Disposition.RETRY:
                 self.retries += 1
                 self._tell("%s is not published yet, and will be tried again: %s", submission)
-            case Verdict.SKIP:
+            case Disposition.SKIP:
                 self._tell("%s is not published: %s", submission)
                 submission.end(Outcome(state="failed", reason=submission.trouble))
-            case Verdict.END:
+            case Disposition.END:
                 log.error("nothing more is published: %s", submission.trouble, exc_info=_unexpected(error))
                 for one in (submission, *left):
                     one.end(error)

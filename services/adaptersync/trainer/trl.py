@@ -166,7 +166,7 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         """What was handed over last, if it is published."""
         return self._pace.newest.publication if self._pace.newest else None
 
-    def _new_pace(self, counts: Counts) -> Pace[Submission]:
+    def _new_pace(self, counts: Counts) -> Pace:
         return Pace(
             lambda: self._publisher.current_seq if self._publisher else None,
             max_staleness=self.args.max_staleness,

@@ -21,7 +21,7 @@ class Trainer:
         self.now = 0.0
         self.clock = clock
         self.publisher = publisher
-        self.pace: Pace[FakePublication] = Pace(
+        self.pace = Pace(
             lambda: publisher.current_seq, max_staleness=max_staleness, timeout_s=30.0, monotonic=lambda: self.now
         )
 

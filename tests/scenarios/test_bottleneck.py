@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 import pytest
+from aiohttp import ClientSession
 from msgspec.structs import replace
 
 from adaptersync.agent import request_times
@@ -204,6 +205,15 @@ async def test_the_phases_of_a_version_add_up(make: Make, ask: Ask, say: Say) ->
             "hold", "route", "whole answer"
         }  # fmt: skip
         assert document["engines"]
+        async with ClientSession() as session, session.get(f"{fleet.url}/metrics") as answer:
+            exported = await answer.text()
+        for phase in ("step", "digest", "publish", "taken up", "committed"):
+            assert f'adaptersync_router_version_phase_seconds_count{{phase="{phase}"}}' in exported
+        assert 'version_phase_seconds_count{phase="first token"}' in exported
+        for name in fleet.replicas:
+            for phase in ("noticed", "visible", "staged", "verified", "loaded", "proved"):
+                counted = f'adaptersync_router_replica_phase_seconds_count{{phase="{phase}",replica="{name}"}} 3.0'
+                assert counted in exported, exported
         told = await say("phases", "run", "v2")
         for line in (version["version"], "digest", "replica-0", "replica-1", "committed", "whole answer"):
             assert line in told

@@ -34,6 +34,7 @@ from adaptersync.router.sessions import Sessions
 from adaptersync.router.status import Status
 from adaptersync.router.table import TableView
 from adaptersync.router.tokenizer import Tokenizer, load
+from adaptersync.router.version_phases import VersionPhases
 from adaptersync.router.workers import Shares, reserved, run
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
@@ -185,6 +186,7 @@ async def _serving(
         ledger=ledger,
         metrics=metrics,
     )
+    phases = VersionPhases(metrics, registry) if worker == 0 else None  # all workers would hear the same
     proxy = Proxy(
         name=name,
         settings=settings,
@@ -197,6 +199,7 @@ async def _serving(
         outages=outages,
         ledger=ledger,
         metrics=metrics,
+        phases=phases,
         stopping=lambda: server.stopping,
     )
     status = Status(
@@ -249,6 +252,7 @@ async def _serving(
                 ledger.write(),
                 reporter.run(),
                 status.share(),
+                *([phases.follow(config.redis.control_url, keys.events, name=name)] if phases else []),
             )
         )
         await asyncio.sleep(0)  # they begin: coroutines that are cancelled before would be said to be forgotten

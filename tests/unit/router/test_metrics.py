@@ -34,6 +34,7 @@ NAMES = {
     "prompt_tokens": "counter",
     "prompts": "counter",
     "ready": "gauge",
+    "replica_phase_seconds": "histogram",
     "requests": "counter",
     "retries": "counter",
     "route_seconds": "histogram",
@@ -41,6 +42,7 @@ NAMES = {
     "table_age_seconds": "gauge",
     "table_generation": "gauge",
     "total_seconds": "histogram",
+    "version_phase_seconds": "histogram",
 }
 
 

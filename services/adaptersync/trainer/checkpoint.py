@@ -6,6 +6,7 @@ settings that scale them; the whole digest also changes with the version of PEFT
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from msgspec.structs import replace
 from adaptersync.trainer.submissions import Submission
 from adaptersync_core.errors import AdapterInvalid, ConfigError
 from adaptersync_core.manifest import CONFIG_FILE, FILES, WEIGHTS_FILE, content_digest, hash_file
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = "adaptersync.json"
 SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")  # of adapter_config.json
@@ -67,7 +70,10 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
 
 
 class Numbers:
-    """Puts the number into checkpoints that were written before their version had one; waits for nothing."""
+    """Puts the number into checkpoints that were written before their version had one; waits for nothing.
+
+    A checkpoint is good without it, so where it cannot be written that is only logged.
+    """
 
     def __init__(self) -> None:
         self._wanted: list[tuple[Path, Checkpoint, Submission]] = []  # as few as are on their way at a time
@@ -84,7 +90,10 @@ class Numbers:
                 if submission.outcome is None:
                     self._wanted.append((directory, held, submission))
             elif published.digest == held.digest and (directory / STATE_FILE).exists():  # TRL keeps some of them only
-                replace(held, seq=published.seq).write(directory)
+                try:
+                    replace(held, seq=published.seq).write(directory)
+                except OSError as error:
+                    logger.warning("%s does not say that it holds version %d: %s", directory, published.seq, error)
 
 
 def read(directory: Path) -> Checkpoint | None:

@@ -152,6 +152,7 @@ class RolloutWorker(AsyncRolloutWorker):
 
         TRL does it on the main process alone, while the others go on: what it fails with is raised by `check_start`.
         """
+        self._not_started = None
         try:
             self._start()
         except Exception as error:

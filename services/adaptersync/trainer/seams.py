@@ -2,7 +2,7 @@
 
 TRL has its asynchronous GRPO under `experimental`, where any release may move or rename what is in it; later ones do.
 Whatever of ours needs something of TRL takes it from here, so where a release only keeps it elsewhere, this is all
-there is to change. What TRL makes of it is for `trl` to know, which overrides it, and for `cpu`.
+there is to change. What TRL makes of it is known to `trl` and `rollout_process`, which override it, and to `cpu`.
 
 A release is judged by what it has, not by its number. Importing this loads TRL.
 """

@@ -5,9 +5,9 @@
     trainer = AdapterSyncGRPOTrainer(run="sums", model=..., peft_config=..., args=..., ...)
     trainer.train()
 
-A script for TRL changes the class and names the run; `args.vllm_server_base_url` is the router's address. The only
-module that knows how TRL works, which is loaded by importing this one; `seams` knows where TRL keeps what is used here.
-What it changes in TRL:
+A script for TRL changes the class and names the run; `args.vllm_server_base_url` is the router's address. How TRL works
+is known here, where importing loads it, and in `rollout_process`; where it keeps what is used of it, in `seams`.
+What is changed in TRL:
 
 - A sync gathers the adapter and saves it into a directory of its own; all else is done by the publisher's thread
   (`outgoing`). Nothing is paused and no server is told to load anything.
@@ -152,8 +152,8 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         self._resumed: checkpoint.Checkpoint | None = None
         self._outgoing = Path(self._lora_dir) / f"{self.run}-outgoing"
         self._saves = 0  # the same on every process
-        self._held: checkpoint.Checkpoint | None = None  # what was last handed over
-        self._held_at = -1  # the step of it, on every process, if a checkpoint of that step is due
+        self._held: checkpoint.Checkpoint | None = None  # what the next checkpoint holds, if it is of this step:
+        self._held_at = -1  # the same on every process
         self._numbers = checkpoint.Numbers()
 
     @property
@@ -188,6 +188,7 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         return AdapterPublisher(self._adaptersync, self.run, max_staleness=self.args.max_staleness)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._held_at = -1
         # Opened here and not by the constructor: it takes the run over from whoever else is training it.
         self._on_main(lambda: self._open(kwargs.get("resume_from_checkpoint")))
         try:
@@ -199,7 +200,6 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
                 self._publisher.close()
 
     def _finish(self) -> None:
-        self._batches.check()
         self._pace.settle()
         self._numbers.look()
 
@@ -263,7 +263,6 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         at_saved = time.time()
         if self.control.should_save:
             self._held_at = self.state.global_step
-            self._on_main(lambda: self._hold(directory))
         self._on_main(lambda: self._submit(directory, timings))
         return t0, at_barrier, at_saved
 
@@ -291,6 +290,8 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
             self._resumed = None
         self._numbers.look()
         step = self.state.global_step
+        if self._held_at == step:
+            self._hold(directory)
         timings = self._figures.timings(step) | timings
         submission = self._publisher.submit(
             directory, step=step, timings=timings, load=self._figures.load(), remove=True
@@ -335,18 +336,17 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         """
         if self._held_at != self.state.global_step:
             directory, _ = self._save_adapter()
-            self._on_main(lambda: self._hold(directory, remove=True))
+            self._on_main(lambda: self._hold(directory))
+            shutil.rmtree(directory, ignore_errors=True)
         place = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         self._on_main(lambda: self._describe(place))
         save = super()._save_checkpoint
         self._everywhere(lambda: save(model, trial))
-        self._on_main(self._numbers.look)
+        self._numbers.look()
 
-    def _hold(self, directory: Path, remove: bool = False) -> None:
+    def _hold(self, directory: Path) -> None:
         epoch = self._publisher.epoch if self._publisher else 0
         self._held = checkpoint.adapter_in(directory, run=self.run, epoch=epoch)
-        if remove:
-            shutil.rmtree(directory, ignore_errors=True)
 
     def _describe(self, place: Path) -> None:
         assert self._held is not None  # noqa: S101 - held just before

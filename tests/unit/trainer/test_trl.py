@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -315,6 +318,55 @@ def test_the_trainers_clock_is_what_was_published_and_the_workers_what_was_promo
     assert all(entry["adaptersync/gather_s"] >= 0 < entry["adaptersync/save_s"] for entry in steps)
     assert [entry["adaptersync/published"] for entry in steps] == [2, 3, 4]
     assert all("sample/dropped_stale_total" not in entry for entry in steps)
+
+
+TRACKIO = """
+from contextvars import ContextVar
+from types import SimpleNamespace
+
+__version__ = "0.43.0"
+context_vars = SimpleNamespace(current_space_id=ContextVar("space", default=None))
+begun, logged = [], []
+
+
+class Config(dict):
+    def update(self, values, allow_val_change):
+        super().update(values)
+
+
+config = Config()
+
+
+def init(**given):
+    begun.append(given)
+
+
+def log(values):
+    logged.append(values)
+
+
+def finish():
+    begun.append("finished")
+"""
+
+
+def test_what_trackio_is_told_has_the_phases_and_fates_of_versions(
+    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module of its name that keeps what it is told, under the callback that transformers has for it."""
+    (tmp_path / "stub").mkdir()
+    (tmp_path / "stub" / "trackio.py").write_text(TRACKIO)
+    monkeypatch.syspath_prepend(str(tmp_path / "stub"))
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    trainer = make_trainer(FakePublisher(), arguments={"report_to": "trackio", "logging_steps": 1})
+    trainer.train()
+    told = importlib.import_module("trackio")
+    assert (len(told.begun), told.begun[-1]) == (2, "finished")
+    steps = [entry for entry in told.logged if "train/ratio" in entry]
+    assert [entry["train/global_step"] for entry in steps] == [1, 2, 3]
+    assert [entry["train/adaptersync/published"] for entry in steps] == [2, 3, 4]
+    assert all(entry[f"train/adaptersync/{name}"] >= 0 for entry in steps for name in ("gather_s", "save_s"))
+    assert all("train/perf/rollout_wait_s" in entry for entry in steps)
 
 
 def test_the_worker_hears_that_nothing_is_served_any_more(make_trainer: Callable[..., Any]) -> None:

@@ -363,6 +363,11 @@ async def test_trl_is_to_be_answered_by_its_own_version(status: int, headers: di
     assert traffic.failed == failed
 
 
+def test_an_agent_that_was_started_again_may_keep_what_it_finds_for_as_long_once_more() -> None:
+    fast = replace(BOUNDS, every_s=2.0, versions=60)  # of which it had staged 20 when it was killed, and 20 come until
+    assert fast.slots + 2 * 40 / fast.every_s <= fast.staged < fast.slots + fast.versions
+
+
 def test_every_trainer_publishes() -> None:
     assert [total(versions) for versions in (3, 12, 200)] == [5, 24, 400]
 

@@ -58,7 +58,8 @@ class Bounds(Struct, frozen=True, kw_only=True):
 
     @property
     def staged(self) -> int:
-        return self.slots + self.within(self.keep_s + 2 * self.every_s)
+        """On an agent's disk; one that was started again counts anew how long it has kept what it finds there."""
+        return self.slots + self.within(2 * (self.keep_s + self.every_s))
 
     @property
     def markers(self) -> int:

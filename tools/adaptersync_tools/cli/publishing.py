@@ -23,6 +23,7 @@ from adaptersync.trainer.watch import News, Watch
 from adaptersync_core.base_model import base_shapes
 from adaptersync_core.errors import AdapterInvalid, ConfigError, PublicationFailed
 from adaptersync_core.fitness import Finding, examine
+from adaptersync_core.identity import check_run
 from adaptersync_core.manifest import AdapterShape
 from adaptersync_core.registry import Registry
 from adaptersync_core.telemetry import configure_logging
@@ -98,6 +99,7 @@ def publish(
         raise click.UsageError("Missing option '--run'")
     out = console()
     config = settings(config_path)
+    check_run(run, base_model=config.group.base_model)
     # before there is a publisher, which takes the run from its trainer
     reports, base = visit(config, Registry.ready), _weights(base_model)
     _, findings = examine(directory, base=base, reports=reports)

@@ -10,6 +10,9 @@ Three legs, none of which is enough alone:
 
 Rounding noise of a bfloat16 engine is about 0.06 a token, far above the effect of an early RL adapter, so behaviour
 is a significance test and may end without a verdict. Content does not depend on the size of the effect.
+
+Of an engine with several ranks, the workers of the first alone can be asked what they hold. The others must answer as
+the first one does, where the trainer gave no differences, and each is commissioned for itself.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from math import isfinite, sqrt
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 Verdict = Literal["proved", "refuted", "below noise", "not probed"]
 
@@ -28,6 +32,7 @@ ROUNDING = 0.058  # log-probability a token, root mean square: what rounding add
 FINE_ROUNDING = 2e-5  # the same in a float32 engine
 UNEXPLAINED = 5 * ROUNDING  # no engine's rounding comes to this
 PROBED = 16_384  # tokens of a probe
+_WORSE: tuple[Verdict, ...] = ("proved", "not probed", "below noise", "refuted")
 CANARY_EFFECT = 0.3  # log-probability a token, root mean square; five times a bfloat16 engine's noise
 
 
@@ -131,6 +136,16 @@ def behave(*, base: Sequence[float], version: Sequence[float], deltas: Sequence[
     return Leg(
         verdict="below noise", reason="answers changed, and there is nothing to compare them with", figures=figures
     )
+
+
+def across(ranks: Sequence[Leg]) -> Leg:
+    """One experiment made in every rank of an engine: the worst outcome, and where that was."""
+    if len(ranks) == 1:
+        return ranks[0]
+    worst = max(range(len(ranks)), key=lambda rank: (_WORSE.index(ranks[rank].verdict), doubtful(ranks[rank])))
+    leg = ranks[worst]
+    reason = leg.reason and f"rank {worst}: {leg.reason}"
+    return replace(leg, reason=reason, figures=leg.figures | {"ranks": float(len(ranks))})
 
 
 def conclude(*, commissioned: Leg, content: Leg, behaviour: Leg) -> Proof:

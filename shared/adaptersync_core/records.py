@@ -42,7 +42,7 @@ class CacheReport(Struct, frozen=True, kw_only=True):
     orphans: int = 0
 
 
-class Served(Struct, frozen=True, kw_only=True):
+class RequestTimes(Struct, frozen=True, kw_only=True):
     """What the latest requests of an engine came to, by its own counters: sums over `requests` that ended in `over_s`.
 
     vLLM counts them by engine, not by request or adapter.
@@ -53,6 +53,25 @@ class Served(Struct, frozen=True, kw_only=True):
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+
+
+class DecodeRate(Struct, frozen=True, kw_only=True):
+    """How fast an engine decoded for `over_s` while it decoded about `batch` sequences at once, all ranks together."""
+
+    batch: float
+    tokens_per_s: float
+    over_s: float
+
+
+class Decoding(Struct, frozen=True, kw_only=True):
+    """Whether an engine would decode more if it had more at once: `rates` by batch, ascending, of the last hour.
+
+    `batch` is what it decodes at once lately, `batch_max` what it would at most; 0 where nobody knows.
+    """
+
+    batch: float = 0.0
+    batch_max: int = 0
+    rates: tuple[DecodeRate, ...] = ()
 
 
 class ReplicaReport(Struct, frozen=True, kw_only=True):
@@ -76,7 +95,8 @@ class ReplicaReport(Struct, frozen=True, kw_only=True):
     host: str = ""
     root: str = ""
     cache: CacheReport = CacheReport()
-    served: Served = Served()
+    request_times: RequestTimes = RequestTimes()
+    decoding: Decoding = Decoding()
 
 
 class SeenReplica(Struct, frozen=True, kw_only=True):

@@ -6,7 +6,6 @@ instead of believing the status. `load_inplace` is never sent: vLLM would read t
 
 from __future__ import annotations
 
-import re
 import secrets
 import ssl
 from collections.abc import Mapping, Sequence
@@ -19,21 +18,9 @@ import orjson
 from msgspec import Struct
 
 from adaptersync_core.errors import EngineRefused, EngineUnavailable
+from adaptersync_core.headers import RANK
+from adaptersync_core.vllm_metrics import Prefills, RequestTotals, Sample, prefills, request_totals, samples
 
-_METRIC = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_COMPUTED = "vllm:prompt_tokens_by_source_total"
-_PREFILLS = (
-    "vllm:request_prefill_kv_computed_tokens_count",
-    "vllm:request_prefill_kv_computed_tokens_sum",
-    "vllm:request_prefill_time_seconds_sum",
-)
-_SPENT = (
-    "vllm:request_queue_time_seconds_count",
-    "vllm:request_queue_time_seconds_sum",
-    "vllm:request_prefill_time_seconds_sum",
-    "vllm:request_decode_time_seconds_sum",
-)
 TOKEN_HEADER = "x-adaptersync-token"  # noqa: S105 - the name of a header
 WORKER_EXTENSION = "adaptersync.engine.audit.Auditor"
 ANSWER_LIMIT = 16 << 20  # bytes of one control answer
@@ -62,6 +49,7 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     engines: int = 1
     dtype: str = ""
     device: str = ""
+    max_num_seqs: int = 0
     audits: bool = False
 
 
@@ -110,26 +98,6 @@ def together(parts: Sequence[Audit]) -> Audit:
     )
 
 
-class Prefills(Struct, frozen=True, kw_only=True):
-    """What a server has prefilled since it began, over all its ranks: `computed` tokens up to now, and of the requests
-    that have ended how many they are, how many tokens were computed for them, and how long their prefills took."""
-
-    ranks: int
-    computed: float
-    requests: float
-    tokens: float
-    seconds: float
-
-
-class Spent(Struct, frozen=True, kw_only=True):
-    """What the requests that ended have taken since the server began, over all its ranks, in each of its phases."""
-
-    requests: float
-    queue_s: float
-    prefill_s: float
-    decode_s: float
-
-
 class _LoraConfig(Struct, frozen=True, kw_only=True):
     max_loras: int | None = None
     max_cpu_loras: int | None = None
@@ -148,6 +116,10 @@ class _DeviceConfig(Struct, frozen=True, kw_only=True):
     device: str | None = None
 
 
+class _SchedulerConfig(Struct, frozen=True, kw_only=True):
+    max_num_seqs: int | None = None
+
+
 class _ServerConfig(Struct, frozen=True, kw_only=True):
     """What `/server_info` says, as far as it matters here."""
 
@@ -155,6 +127,7 @@ class _ServerConfig(Struct, frozen=True, kw_only=True):
     parallel_config: _ParallelConfig | None = None
     model_config: _ModelConfig = _ModelConfig()
     device_config: _DeviceConfig = _DeviceConfig()
+    scheduler_config: _SchedulerConfig = _SchedulerConfig()
 
 
 class KvSource(Struct, frozen=True, kw_only=True):
@@ -307,8 +280,12 @@ class VllmClient:
         """Free what an unloaded name left in the engine, unless a request is running on it; where it audits."""
         await self._rpc("adaptersync_drop", number, answer=Dropped, timeout_s=self._timeout_s)
 
-    async def logprobs(self, model: str, tokens: Sequence[int], *, timeout_s: float) -> list[float]:
+    async def logprobs(
+        self, model: str, tokens: Sequence[int], *, timeout_s: float, rank: int | None = None
+    ) -> list[float]:
         """Log-probabilities of tokens[1:], on the path that rollouts use, without a prefix that was cached before.
+
+        `rank` is which of several engines behind the address answers; None leaves that to the server.
 
         Only where `Held.scores`: a vLLM with LoRA on its head ends when it scores a prompt beside another request.
         """
@@ -320,43 +297,26 @@ class VllmClient:
             "prompt_logprobs": 0,
             "cache_salt": secrets.token_hex(8),
         }
-        text = await self._call("POST", "/v1/completions", json=body, timeout_s=timeout_s)
+        asked = {} if rank is None else {RANK: str(rank)}
+        text = await self._call("POST", "/v1/completions", json=body, headers=asked, timeout_s=timeout_s)
         try:
             scored = orjson.loads(text)["choices"][0]["prompt_logprobs"][1:]
             return [float(place[str(token)]["logprob"]) for token, place in zip(tokens[1:], scored, strict=True)]
         except (ValueError, LookupError, TypeError) as error:
             raise EngineRefused(f"log-probabilities cannot be read: {error!r}", status=200, engine=self.url) from error
 
-    async def metrics(self) -> list[tuple[str, dict[str, str], float]]:
-        """Prometheus samples: name, labels, value."""
-        found = _METRIC.finditer(await self._call("GET", "/metrics"))
+    async def metrics(self) -> list[Sample]:
+        text = await self._call("GET", "/metrics")
         try:
-            return [(m["name"], dict(_LABEL.findall(m["labels"] or "")), float(m["value"])) for m in found]
+            return samples(text)
         except ValueError as error:
             raise EngineRefused(f"metrics cannot be read: {error}", status=200, engine=self.url) from error
 
     async def prefills(self) -> Prefills | None:
-        """None when the server does not count them."""
-        found: dict[str, list[float]] = {}
-        for name, labels, value in await self.metrics():
-            if name in _PREFILLS or (name == _COMPUTED and labels.get("source") == "local_compute"):
-                found.setdefault(name, []).append(value)
-        if len(found) <= len(_PREFILLS):
-            return None
-        computed, requests, tokens, seconds = (sum(found[name]) for name in (_COMPUTED, *_PREFILLS))
-        ranks = len(found[_COMPUTED])
-        return Prefills(ranks=ranks, computed=computed, requests=requests, tokens=tokens, seconds=seconds)
+        return prefills(await self.metrics())
 
-    async def spent(self) -> Spent | None:
-        """None when the server does not count it."""
-        found: dict[str, float] = {}
-        for name, _, value in await self.metrics():
-            if name in _SPENT:
-                found[name] = found.get(name, 0.0) + value
-        if len(found) < len(_SPENT):
-            return None
-        requests, queue_s, prefill_s, decode_s = (found[name] for name in _SPENT)
-        return Spent(requests=requests, queue_s=queue_s, prefill_s=prefill_s, decode_s=decode_s)
+    async def request_totals(self) -> RequestTotals | None:
+        return request_totals(await self.metrics())
 
     async def kv_event_sources(self) -> dict[int, KvSource]:
         """By rank, where the server publishes what its cache holds; empty when it does not."""
@@ -406,6 +366,7 @@ class VllmClient:
             engines=len({labels.get("engine", "") for labels in caches}) or 1,
             dtype=(config.model_config.dtype or "").removeprefix("torch."),
             device=config.device_config.device or "",
+            max_num_seqs=config.scheduler_config.max_num_seqs or 0,
             audits=config.parallel_config is not None
             and config.parallel_config.worker_extension_cls == WORKER_EXTENSION,
         )
@@ -440,12 +401,18 @@ class VllmClient:
         *,
         params: Mapping[str, str] | None = None,
         json: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> str:
         timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
         try:
             async with self._session.request(
-                method, self.url + path, params=params, json=json, headers=self._headers, timeout=timeout
+                method,
+                self.url + path,
+                params=params,
+                json=json,
+                headers={**self._headers, **(headers or {})},
+                timeout=timeout,
             ) as answer:
                 body = bytearray()
                 async for chunk in answer.content.iter_any():

@@ -122,7 +122,7 @@ def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours.steps[-1]["promoted"]
     assert ours.answers is not None
     assert ours.answers >= 2 * CARRY.samples
-    assert (ours.astray, ours.substituted, theirs.astray) == (0, 0, None)
+    assert (ours.wrong_version, ours.substituted, ours.unnumbered, theirs.wrong_version) == (0, 0, 0, None)
     assert figure(result, "step, TRL").max_s > 0
     assert family(tmp_path) == []
 

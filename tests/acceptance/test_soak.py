@@ -12,6 +12,7 @@ import pytest
 
 from adaptersync_tools.soak.report import Report
 from adaptersync_tools.soak.traffic import KINDS
+from adaptersync_tools.soak.trainers import BY_TRL, total
 from support.processes import family
 
 MINUTES, VERSIONS = "0.4", "12"
@@ -31,8 +32,9 @@ def test_nothing_grows_while_a_fleet_works(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     report = msgspec.convert(msgspec.json.decode(where.read_bytes()), Report)
     assert report.sound
-    assert set(report.asked) == set(KINDS)
+    assert set(report.asked) == {*KINDS, BY_TRL}
+    assert {"trainer", "relay", "watch"} <= {life.service for life in report.lives if life.grows is not None}
     assert {restart.kind for restart in report.restarts} == {"replica restarted", "agent killed"}
-    assert report.last.published == int(VERSIONS)
+    assert report.last.published == total(int(VERSIONS))
     assert family(tmp_path) == []
     assert list(tmp_path.iterdir()) == [where]

@@ -18,8 +18,9 @@ import pytest
 from msgspec.structs import replace
 
 from adaptersync.trainer.publisher import AdapterPublisher
+from adaptersync.trainer.watch import News
 from adaptersync_core.config import Config, GroupSection, RedisSection, StoreSection
-from adaptersync_core.errors import AdapterInvalid
+from adaptersync_core.errors import AdapterInvalid, Fenced
 from adaptersync_core.keys import Keys
 from adaptersync_core.records import ReplicaReport
 from adaptersync_core.redis import RedisClient
@@ -27,6 +28,7 @@ from adaptersync_core.registry import Registry
 from adaptersync_core.store import ArtifactStore
 from adaptersync_core.table import Member, Table
 from adaptersync_tools.cli import main
+from adaptersync_tools.cli.publishing import _Told
 from support.adapters import make_adapter
 from support.artifacts import REPORT, small_adapter
 from support.tiny_model import write_sizes
@@ -146,6 +148,26 @@ def test_what_is_missing_is_named(arguments: list[str], says: str, capsys: pytes
     assert says in capsys.readouterr().err
 
 
+def test_what_is_refused_leaves_the_runs_trainer_alone(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ready(config, r1=8)
+    base = write_sizes(tmp_path / "base")
+    with AdapterPublisher(config, run="run") as trainer:
+        for status, adapter, model in (
+            (78, make_adapter(tmp_path / "a"), tmp_path),  # no base model is there
+            (65, make_adapter(tmp_path / "b", layers=3), base),
+            (65, make_adapter(tmp_path / "c", rank=16), base),
+            (65, make_adapter(tmp_path / "d", config={"use_dora": True}), base),
+        ):
+            assert main(["publish", str(adapter), "--run", "run", "--no-wait", "--base-model", str(model)]) == status
+        assert "use_dora" in capsys.readouterr().err
+        assert trainer.publish(tmp_path / "a").seq == 1
+        assert main(["publish", str(tmp_path / "a"), "--run", "run", "--no-wait", "--base-model", str(base)]) == 0
+        with pytest.raises(Fenced):
+            trainer.publish(tmp_path / "a")
+
+
 # what every trainer gets
 
 
@@ -184,6 +206,15 @@ def test_a_fleet_is_asked_once_for_adapters_that_are_alike(
 
 
 # watch
+
+
+@pytest.mark.parametrize(
+    ("what", "failed"), [("bad", True), ("rolled_back", True), ("voided", True), ("superseded", False)]
+)
+def test_what_gave_way_to_a_newer_version_is_no_failure(what: str, failed: bool) -> None:
+    told = _Told(as_json=True)
+    told(News(what=what))
+    assert told.failed is failed
 
 
 def test_once_publishes_what_is_there_and_ends(

@@ -98,6 +98,17 @@ def test_an_error_of_one_is_raised_on_both_in_time(
     assert len(said[0]["digests"]) == (0 if fault == "save@1" else 2)
 
 
+def test_that_there_will_be_no_more_samples_is_raised_on_both(base: Path, tmp_path: Path) -> None:
+    """Before the first batch, and after it: the main one alone reads samples, the other would wait in a broadcast."""
+    main, other = run(base, tmp_path / "out", "ddp", "health@0,1")
+    ended = "AdapterSyncError: the rollout process ended: killed"
+    assert main["raised"] == f"{ended}; {ended}"
+    told = f"PublicationFailed: another process of this trainer failed: {ended} (run=sums)"
+    assert other["raised"] == f"{told}; {told}"
+    assert len(main["digests"]) == 3  # one batch was trained on
+    assert other["seconds"] < SOON_S
+
+
 def test_when_the_main_one_dies_the_other_ends_too(base: Path, tmp_path: Path) -> None:
     main, other = run(base, tmp_path / "out", "ddp", "exit@2")
     assert main == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import pytest
 from msgspec.structs import replace
 
 from adaptersync.trainer import publisher as publisher_module
+from adaptersync.trainer import tidying
 from adaptersync.trainer.publisher import AdapterPublisher
 from adaptersync_core.errors import ControlUnavailable
 from adaptersync_core.identity import parse_adapter_id
-from adaptersync_core.store import verify_files
+from adaptersync_core.store import ArtifactStore, verify_files
 from support.publishing import Group, living_group, publishing
 from support.wait import wait_until
 
@@ -27,7 +29,7 @@ async def group(redis_url: str, cache_url: str, tmp_path: Path) -> AsyncIterator
 
 @pytest.fixture(autouse=True)
 def tidied_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher_module, "TIDY_S", 0.0)
+    monkeypatch.setattr(tidying, "TIDY_S", 0.0)
 
 
 async def promote(group: Group, publisher: AdapterPublisher) -> None:
@@ -50,11 +52,50 @@ async def test_the_latest_and_what_is_served_stay(group: Group) -> None:
     async with publishing(config) as publisher:
         for _ in range(7):
             await promote(group, publisher)
-        # when the seventh came, the sixth was current and the fifth served beside it
-        assert stored(group) == [5, 6, 7]
-        for name in group.store.versions():
-            verify_files(group.store.read_manifest(name), group.store.directory(name))
-        assert not list(group.store.root.glob("run/.*"))
+    # when it was looked for the last time, the seventh or the sixth was current, and one before it served beside it
+    assert stored(group) in ([5, 6, 7], [6, 7])
+    for name in group.store.versions():
+        verify_files(group.store.read_manifest(name), group.store.directory(name))
+    assert not list(group.store.root.glob("run/.*"))
+
+
+async def test_no_training_waits_for_it_and_the_end_of_a_run_does(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tidied: list[str] = []
+    go = threading.Event()
+
+    def slow(self: ArtifactStore, run: str) -> None:
+        go.wait(5)
+        tidied.append(run)
+
+    monkeypatch.setattr(ArtifactStore, "tidy", slow)
+    async with publishing(group.config) as publisher:
+        for _ in range(2):
+            await promote(group, publisher)
+        assert tidied == []
+        closing = asyncio.create_task(asyncio.to_thread(publisher.close))
+        assert await asyncio.wait({closing}, timeout=0.1) == (set(), {closing})
+        go.set()
+        await closing
+    assert tidied == ["run"]  # one at a time
+
+
+async def test_a_mount_that_hangs_holds_up_the_end_of_a_run_for_a_while_only(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, removed = threading.Event(), []
+    monkeypatch.setattr(publisher_module, "CLOSE_S", 0.1)
+    monkeypatch.setattr(ArtifactStore, "tidy", lambda *_: go.wait(20))
+    monkeypatch.setattr(ArtifactStore, "remove", lambda *_: removed.append(1))
+    monkeypatch.setattr(tidying, "due", lambda store, *_: store.versions_of("run"))
+    config = replace(group.config, store=replace(group.config.store, keep_last=1))
+    async with publishing(config) as publisher:
+        await promote(group, publisher)
+        await asyncio.wait_for(asyncio.to_thread(publisher.close), 10)
+        go.set()
+        await wait_until(lambda: not [one for one in threading.enumerate() if one.name == "tidying-run"])
+    assert removed == []
 
 
 async def test_all_of_them_stay_unless_it_is_told_to(group: Group) -> None:
@@ -81,7 +122,7 @@ async def test_a_removal_that_fails_keeps_nobody_from_publishing(
     def away(*_: object, **__: object) -> list[str]:
         raise ControlUnavailable("Redis cannot be reached")
 
-    monkeypatch.setattr(publisher_module, "due", away)
+    monkeypatch.setattr(tidying, "due", away)
     config = replace(group.config, store=replace(group.config.store, keep_last=1))
     async with publishing(config) as publisher:
         with caplog.at_level(logging.WARNING):

@@ -25,10 +25,10 @@ from adaptersync_core.manifest import WEIGHTS_FILE
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.scripts import Script
 from adaptersync_core.table import Table
+from adaptersync_tools.demo.trl_calls import ScriptedTRL, TrainingDied
 from adaptersync_tools.simulator.scheduler import Latency
 from support.artifacts import small_adapter
 from support.proxy import Fault, FaultProxy
-from support.trl_client import ScriptedTRL, TrainingDied
 from support.wait import wait_until
 from support.whole_fleet import PROMPT, Replica, WholeFleet, whole_fleet
 

@@ -13,7 +13,7 @@ from adaptersync.trainer.answers import Answer as Reply
 from adaptersync.trainer.answers import Verdict, judge
 from adaptersync_core.config import Config
 from adaptersync_core.records import Request
-from support.trl_client import ScriptedTRL
+from adaptersync_tools.demo.trl_calls import ScriptedTRL
 from support.wait import wait_until
 from support.whole_fleet import WholeFleet, whole_fleet
 

@@ -142,7 +142,7 @@ async def test_no_alert_while_all_is_well_and_every_metric_is_there(seen: Watche
     unknown = {name for name in now if name.startswith("adaptersync_")} - documented()
     assert not unknown
     assert sum(now["adaptersync_coordinator_promotion_seconds_count"].values()) == 3
-    assert sum(now["adaptersync_agent_phase_seconds_count"].values()) >= 3 * 2 * 4
+    assert sum(now["adaptersync_router_replica_phase_seconds_count"].values()) >= 3 * 2 * 4
     judged = now["adaptersync_agent_proofs_total"].items()
     assert {dict(each)["verdict"]: count for each, count in judged}["proved"] >= 3
 

@@ -21,7 +21,7 @@ from adaptersync_core.config import Config
 from adaptersync_core.events import ReplicaAcked
 from adaptersync_core.manifest import CONFIG_FILE, WEIGHTS_FILE
 from adaptersync_core.records import Request
-from support.trl_client import ScriptedTRL, TrainingDied
+from adaptersync_tools.demo.trl_calls import ScriptedTRL, TrainingDied
 from support.wait import wait_until
 from support.whole_fleet import WholeFleet, whole_fleet
 

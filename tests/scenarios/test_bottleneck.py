@@ -14,9 +14,10 @@ from typing import Any
 
 import orjson
 import pytest
+from aiohttp import ClientSession
 from msgspec.structs import replace
 
-from adaptersync.agent import served
+from adaptersync.agent import request_times
 from adaptersync_core.config import Config
 from adaptersync_tools.cli import main
 from adaptersync_tools.explain import to_toml
@@ -34,7 +35,7 @@ Make = Callable[..., AbstractAsyncContextManager[WholeFleet]]
 
 @pytest.fixture
 def make(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    monkeypatch.setattr(served, "LOOK_S", 0.1)
+    monkeypatch.setattr(request_times, "LOOK_S", 0.1)
 
     @asynccontextmanager
     async def fleet(*, router: dict[str, Any] | None = None, **engine: Any) -> AsyncIterator[WholeFleet]:
@@ -78,7 +79,7 @@ async def train(fleet: WholeFleet, steps: int = STEPS, **script: Any) -> None:
 
     async def told() -> bool:  # ledger rows and engines' counters are a moment behind
         seen = (await fleet.registry.fleet()).replicas.values()
-        return bool(await fleet.rows()) and any(each.report.served.requests for each in seen)
+        return bool(await fleet.rows()) and any(each.report.request_times.requests for each in seen)
 
     await wait_until(told, what="what the engines answered is reported")
 
@@ -93,7 +94,7 @@ async def test_a_run_whose_trainer_is_slow(make: Make, ask: Ask, say: Say) -> No
         await train(fleet, inflight=8, samples=4, train_s=0.5, queue=8)
         limit, document = await verdict(ask)
         assert limit == "trainer", document
-        assert document["figures"]["queued"] > 4  # of 8: samples wait for the trainer
+        assert document["evidence"]["queued"] > 4  # of 8: samples wait for the trainer
         told = await say("bottleneck", "run")
         assert "run  is limited by the trainer: samples are there before it is" in told
         assert f"  because  {document['verdict']['evidence'][0]}" in told
@@ -106,16 +107,38 @@ async def test_a_run_whose_engines_have_more_than_they_can_do(make: Make, ask: A
         await train(fleet, inflight=12, samples=8, train_s=0.02, tokens=20)
         limit, document = await verdict(ask)
         assert limit == "generation", document
-        assert document["figures"]["engine_queue"] > 0.5
+        assert document["evidence"]["engine_queue"] > 0.5
         assert "more replicas" in document["verdict"]["change"][0]
 
 
 async def test_a_run_with_too_little_in_flight(make: Make, ask: Ask) -> None:
+    """Known once engines were seen with more at once."""
     async with make(latency=Latency(decode_tokens_per_s=100)) as fleet:
-        await train(fleet, inflight=2, samples=6, train_s=0.02, tokens=20)
-        limit, document = await verdict(ask)
+        limit, document = await capped(fleet, ask, inflight=6)
+        assert limit in ("generation or in-flight", "in-flight"), document
+        assert "a larger in-flight limit" in document["verdict"]["change"][0]
+        limit, document = await capped(fleet, ask, inflight=12)
         assert limit == "in-flight", document
-        assert "in-flight limit" in document["verdict"]["change"][0]
+        assert "a larger in-flight limit" in document["verdict"]["change"][0]
+
+
+async def test_a_run_whose_engines_are_saturated_and_queue_nobody(make: Make, ask: Ask) -> None:
+    """All that may be are in flight, and none waits: the batch is what slows an engine down."""
+    async with make(latency=Latency(decode_tokens_per_s=200, full_rate_seqs=2)) as fleet:
+        limit, document = await capped(fleet, ask, inflight=8)
+        assert limit in ("generation or in-flight", "generation"), document
+        limit, document = await capped(fleet, ask, inflight=20)
+        assert limit == "generation", document
+        assert document["evidence"]["engine_queue"] < 0.1
+        assert document["evidence"]["inflight"] >= 0.9 * document["evidence"]["inflight_max"]
+        assert "more replicas" in document["verdict"]["change"][0]
+
+
+async def capped(fleet: WholeFleet, ask: Ask, *, inflight: int) -> tuple[str, Any]:
+    """The verdict on a trainer that has nothing to do but to wait for rollouts, of which it has so many in flight."""
+    await train(fleet, inflight=inflight, samples=8, train_s=0.02, tokens=60)
+    document = await ask("bottleneck", "run", "--last", str(STEPS))
+    return document["verdict"]["limit"], document
 
 
 async def test_a_run_whose_router_takes_no_more(make: Make, ask: Ask) -> None:
@@ -131,7 +154,7 @@ async def test_a_run_that_waits_for_promotions(make: Make, ask: Ask) -> None:
         await train(fleet, inflight=8, samples=4, train_s=0.05, waits=True)
         limit, document = await verdict(ask)
         assert limit == "sync", document
-        assert document["figures"]["phase"] in ("loaded", "proved")  # a proof may load the canary
+        assert document["evidence"]["phase"] in ("loaded", "proved")  # a proof may load the canary
         assert document["verdict"]["change"][0].startswith("look at `")
 
 
@@ -141,7 +164,7 @@ async def test_a_run_whose_rollouts_are_held_for_promotions(make: Make, ask: Ask
         await train(fleet, inflight=8, samples=4, train_s=0.02, strict=True)
         limit, document = await verdict(ask)
         assert limit == "sync", document
-        assert document["figures"]["held"] > 0.5
+        assert document["evidence"]["held"] > 0.5
 
 
 async def test_a_run_that_has_only_begun_is_not_judged(make: Make, ask: Ask) -> None:
@@ -182,6 +205,15 @@ async def test_the_phases_of_a_version_add_up(make: Make, ask: Ask, say: Say) ->
             "hold", "route", "whole answer"
         }  # fmt: skip
         assert document["engines"]
+        async with ClientSession() as session, session.get(f"{fleet.url}/metrics") as answer:
+            exported = await answer.text()
+        for phase in ("step", "digest", "publish", "taken up", "committed"):
+            assert f'adaptersync_router_version_phase_seconds_count{{phase="{phase}"}}' in exported
+        assert 'version_phase_seconds_count{phase="first token"}' in exported
+        for name in fleet.replicas:
+            for phase in ("noticed", "visible", "staged", "verified", "loaded", "proved"):
+                counted = f'adaptersync_router_replica_phase_seconds_count{{phase="{phase}",replica="{name}"}} 3.0'
+                assert counted in exported, exported
         told = await say("phases", "run", "v2")
         for line in (version["version"], "digest", "replica-0", "replica-1", "committed", "whole answer"):
             assert line in told

@@ -15,8 +15,8 @@ from adaptersync_core import store as store_module
 from adaptersync_core.config import Config
 from adaptersync_core.errors import ArtifactCorrupt
 from adaptersync_core.records import Request
+from adaptersync_tools.demo.trl_calls import ScriptedTRL, TrainingDied
 from adaptersync_tools.simulator.scheduler import Latency
-from support.trl_client import ScriptedTRL, TrainingDied
 from support.wait import wait_until
 from support.whole_fleet import WholeFleet, whole_fleet
 

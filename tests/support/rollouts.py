@@ -106,7 +106,7 @@ class StubWorker:
         if self.versions and self.versions[-1] == model_version:
             return
         self.versions.append(model_version)
-        for number in range(self._batches * self._batch):
+        for number in range(self._batches * self._batch if model_version else 0):  # of none, nothing is generated
             self.rollout_buffer.put(
                 _sample(model_version, number, group=model_version * self._batches + number // self._batch)
             )
@@ -143,7 +143,8 @@ async def rollout_loop(
     trl: ModuleType, url: str, run: str, promoted: int, shown: dict[str, str] | None = None
 ) -> AsyncIterator[Any]:
     """Our rollout loop as its process would have it, less the tokenizer and the dataset. `shown` are its headers."""
-    loop = trl.RolloutLoop.__new__(trl.RolloutLoop)
+    loop_class = trl.RolloutWorker._loop_cls
+    loop = loop_class.__new__(loop_class)
     loop.lora_name = run
     loop.vllm_server_url = url
     loop._model_version_value = SimpleNamespace(value=promoted, oldest=0)

@@ -25,7 +25,7 @@ from support.source import PACKAGES, REPOSITORY, imports, modules, within
 HEAVY = ("torch", "trl", "peft", "vllm", "transformers")
 
 # The modules that exist to use them; each is imported by nothing but its own command.
-MAY_LOAD_HEAVY = ("adaptersync.trainer.trl", "adaptersync.trainer.seams")
+MAY_LOAD_HEAVY = ("adaptersync.trainer.trl", "adaptersync.trainer.rollout_process", "adaptersync.trainer.seams")
 
 # Modules that may import another's wiring: the command line, which starts services, and the agent on a simulated host.
 COMMAND_LINE = ("adaptersync_tools.cli", "adaptersync_tools.simulator.agent")

@@ -10,13 +10,14 @@ import time
 from functools import partial
 from pathlib import Path
 
+from adaptersync.agent.decode_rates import DecodeRates
 from adaptersync.agent.engine import Engine
 from adaptersync.agent.figures import TABLE, answered, reported
 from adaptersync.agent.kv_follow import Follower
 from adaptersync.agent.prove import Prover
 from adaptersync.agent.rate import tell_rate
 from adaptersync.agent.reconcile import plan
-from adaptersync.agent.served import Recent, watch
+from adaptersync.agent.request_times import LatestTimes, watch
 from adaptersync.agent.staging import Staging
 from adaptersync.agent.token import new_token
 from adaptersync_core.api_keys import bearer
@@ -86,7 +87,7 @@ async def _stand_beside(config: Config, mount: Reader | None = None, notifier: N
                         )
                     )
                     tasks.create_task(agent.observe())
-                    tasks.create_task(watch(vllm, agent.recent))
+                    tasks.create_task(watch(vllm, agent.request_times, agent.decode_rates))
                     if config.group.policy == "expected":
                         tasks.create_task(tell_rate(vllm, ownership, keys, replica=config.agent.name))
                     if follows:
@@ -130,7 +131,8 @@ class Agent:
         self._notifier = notifier
         self._pulse = Pulse(self._notifier, "observe", "reconcile")
         self.bell = Bell()
-        self.recent = Recent()
+        self.request_times = LatestTimes()
+        self.decode_rates = DecodeRates()
         self._traces = traces(config, "agent", config.agent.name)
         self.figures = Figures("agent", TABLE, {"replica": config.agent.name})
 
@@ -181,7 +183,8 @@ class Agent:
             host=socket.gethostname(),
             root=facts.root,
             cache=self._follower.report() if self._follower else CacheReport(why="agent.kv_events is off"),
-            served=self.recent.told(),
+            request_times=self.request_times.told(),
+            decoding=self.decode_rates.told(time.monotonic(), batch_max=facts.max_num_seqs * facts.engines),
         )
         if self._follower:
             self._follower.see(self._engine.epoch, facts.base_model, report.ranks)

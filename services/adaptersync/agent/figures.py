@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from adaptersync_core.events import PHASES
-from adaptersync_core.figures import SPENT, Figure, Figures
+from adaptersync_core.figures import Figure, Figures
 from adaptersync_core.proof import Verdict
 from adaptersync_core.records import Ack, ReplicaReport
 
@@ -21,10 +20,6 @@ TABLE = (
     Figure(
         name="acks", kind="counter", text="Words on versions: accepted, or refused by whose fault", labels=("word",),
         words=("accepted", "refused_version", "refused_replica"),
-    ),
-    Figure(
-        name="phase_seconds", kind="histogram", text="Phases of bringing in a version", labels=("phase",),
-        words=tuple(phase.removesuffix("_s") for phase in PHASES), bounds=SPENT,
     ),
     Figure(name="cache_followed", kind="gauge", text="1 while the engine's own word on its cache is followed"),
     Figure(name="cache_blocks", kind="gauge", text="Prefix blocks it owns by that"),
@@ -50,5 +45,3 @@ def answered(figures: Figures, ack: Ack) -> None:
     figures.count("acks", "accepted" if ack.accepted else f"refused_{ack.fault}")
     if "proved_s" in ack.phases:  # else it came to no proof
         figures.count("proofs", ack.proof.verdict)
-    for phase, spent in ack.phases.items():
-        figures.observe("phase_seconds", spent, phase.removesuffix("_s"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import shutil
@@ -20,7 +21,8 @@ from adaptersync.agent.canary import write_canary
 from adaptersync.agent.engine import Engine
 from adaptersync_core.errors import EngineRefused, StagingFailed
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.proof import Leg, Probe, Proof, behave, commission, conclude, doubtful
+from adaptersync_core.proof import Leg, Probe, Proof, across, behave, commission, conclude, doubtful
+from adaptersync_core.ranks import told_apart
 from adaptersync_core.vllm import VllmClient
 
 TOKENS = tuple(range(3, 67))  # what is scored when the trainer gave no probe: any tokens do, if they are the same
@@ -110,7 +112,7 @@ class Prover:
         try:
             before = await self._score(base, self._tokens())
             await self._engine.load(name, path, timeout_s=self._timeout_s)
-            leg = commission(before, await self._score(name, self._tokens()))
+            leg = across([*map(commission, before, await self._score(name, self._tokens()))])
         except EngineRefused as error:
             leg = Leg(verdict="refuted", reason=f"canary could not be served: {error}")
         try:
@@ -167,13 +169,18 @@ class Prover:
                 version = await self._score(name, probe.tokens)
             except EngineRefused as error:
                 return Leg(verdict="refuted", reason=f"engine does not answer under its name: {error}")
-        noop = manifest.shape.noop
-        return behave(base=base, version=version, deltas=probe.deltas, noop=noop, dtype=facts.dtype)
+        first = [a - b for a, b in zip(version[0], base[0], strict=True)]
+        deltas = (probe.deltas, *[probe.deltas or first] * (len(base) - 1))
+        judged = functools.partial(behave, noop=manifest.shape.noop, dtype=facts.dtype)
+        return across([judged(base=b, version=v, deltas=d) for b, v, d in zip(base, version, deltas, strict=True)])
 
     def _tokens(self) -> tuple[int, ...]:
         """`TOKENS`, or as many of them as fit into the engine's context beside the one that it answers with."""
         facts = self._engine.facts
         return TOKENS[: facts.max_model_len - 1] if facts and facts.max_model_len else TOKENS
 
-    async def _score(self, model: str, tokens: Sequence[int]) -> list[float]:
-        return await self._client.logprobs(model, tokens, timeout_s=self._timeout_s)
+    async def _score(self, model: str, tokens: Sequence[int]) -> list[list[float]]:
+        """Log-probabilities of tokens[1:] in each rank."""
+        count = told_apart(self._engine.facts.engines) if self._engine.facts else 1
+        ranks = range(count) if count > 1 else (None,)
+        return [await self._client.logprobs(model, tokens, timeout_s=self._timeout_s, rank=rank) for rank in ranks]

@@ -17,7 +17,8 @@ from adaptersync_core.errors import AdapterSyncError
 from adaptersync_core.keys import QUEUES_TTL_S, Keys
 from adaptersync_core.ranks import rank_names, told_apart
 from adaptersync_core.redis import RedisClient
-from adaptersync_core.vllm import Prefills, VllmClient
+from adaptersync_core.vllm import VllmClient
+from adaptersync_core.vllm_metrics import Prefills
 
 LOOK_S = 5.0  # between two looks
 KEEP = 0.8  # of what was known, at the next look that says something: ten of them are nearly all that counts

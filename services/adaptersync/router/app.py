@@ -39,6 +39,7 @@ from adaptersync.router.sessions import Sessions
 from adaptersync.router.status import Status
 from adaptersync.router.table import TableView
 from adaptersync.router.tokenizer import Tokenizer, load
+from adaptersync.router.version_phases import VersionPhases
 from adaptersync.router.workers import Shares, reserved, run
 from adaptersync_core.api_keys import ApiKeys, read_secret
 from adaptersync_core.bus import Bell, ring_on_events
@@ -231,6 +232,7 @@ async def _serving(
     tracing = traces(config, "router", name)
     opened.push_async_callback(asyncio.to_thread, tracing.close)
     firsts = Firsts(tracing, registry, view, name=name) if tracing.on else None
+    phases = VersionPhases(metrics, registry) if worker == 0 else None  # all workers would hear the same
     proxy = Proxy(
         name=name,
         settings=settings,
@@ -244,6 +246,7 @@ async def _serving(
         ledger=ledger,
         metrics=metrics,
         firsts=firsts,
+        phases=phases,
         stopping=lambda: server.stopping,
     )
     status = Status(
@@ -306,6 +309,7 @@ async def _serving(
                 status.share(),
                 *(files.follow() for files in (api_keys, credentials) if files is not None),
                 *([firsts.run()] if firsts is not None else []),
+                *([phases.follow(config.redis.control_url, keys.events, name=name)] if phases else []),
             )
         )
         await asyncio.sleep(0)  # they begin: coroutines that are cancelled before would be said to be forgotten

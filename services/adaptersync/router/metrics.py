@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 PREFIX = "adaptersync_router_"
 _SERVED = ("replica", "version")
+_PHASE = ("replica", "phase")
 _FINE = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0)
 _COARSE = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -46,6 +47,8 @@ HISTOGRAMS: Mapping[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
     "first_token_seconds": ("From sending to a replica to the first token of a stream", ("replica",), _COARSE),
     "decode_seconds": ("From the first token of a stream to its last", ("replica",), _COARSE),
     "total_seconds": ("From request to last byte", (), _COARSE),
+    "version_phase_seconds": ("Phases of versions; each router tells of all", ("phase",), _COARSE),
+    "replica_phase_seconds": ("Phases of versions at their replicas; each router tells of all", _PHASE, _COARSE),
 }
 GAUGES: Mapping[str, tuple[str, tuple[str, ...], Callable[[Iterable[float]], float]]] = {
     "inflight": ("Sequences of this router at a replica", ("replica",), sum),

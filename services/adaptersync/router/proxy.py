@@ -38,6 +38,7 @@ from adaptersync.router.sessions import Kept, Sessions, session_name, still
 from adaptersync.router.table import TableView
 from adaptersync.router.traffic import Counts
 from adaptersync.router.upstream import request_headers, to_rank
+from adaptersync.router.version_phases import VersionPhases
 from adaptersync_core import headers
 from adaptersync_core.config import RouterSection
 from adaptersync_core.errors import Unroutable
@@ -69,6 +70,7 @@ class Proxy:
         ledger: Ledger,
         metrics: Metrics,
         firsts: Firsts | None,
+        phases: VersionPhases | None,
         stopping: Callable[[], bool],
     ) -> None:
         self._name = name
@@ -83,6 +85,7 @@ class Proxy:
         self._ledger = ledger
         self._metrics = metrics
         self._firsts = firsts
+        self._phases = phases
         self._stopping = stopping
         self._gate = settings.gate_token.encode()
         self._decoder = msgspec.json.Decoder(Asked)
@@ -311,6 +314,9 @@ class Proxy:
             observe("route_seconds", row.route_s)
         if row.first_byte_s is not None:
             observe("first_byte_seconds", row.first_byte_s, row.replica)
+            if self._phases is not None and row.outcome == "ok" and row.attempts == 1:
+                first_s = row.first_byte_s if row.first_token_s is None else row.first_token_s
+                self._phases.answered(row.version, call.started + (row.hold_s or 0.0) + (row.route_s or 0.0) + first_s)
         if row.prompt_tokens:
             count("prompt_tokens", row.replica, row.version, by=row.prompt_tokens)
         if row.cached_tokens is not None:

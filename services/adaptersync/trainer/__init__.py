@@ -1,7 +1,7 @@
 """The trainer's side: publish adapters, and learn what became of them.
 
-`publisher` works with any trainer; `trl` is the only module that touches TRL; `relay` speaks vLLM's language to an
-unmodified TRL.
+`publisher` works with any trainer; `trl` makes TRL's one that publishes, of what `seams` finds in the TRL that is
+installed; `relay` speaks vLLM's language to an unmodified TRL.
 """
 
 from adaptersync.trainer.publication import Outcome, Publication

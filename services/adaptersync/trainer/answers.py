@@ -46,7 +46,7 @@ def model_name(run: str, seq: int) -> str:
 
 
 def judge(answer: Answer, *, run: str, asked: int, promoted: int) -> Verdict:
-    """`asked` is the sequence number in the request, `promoted` the one the fleet serves by now."""
+    """`asked` is the sequence number in the request, `promoted` the one the fleet serves by now, 0 while it is none."""
     if answer.status == 200:
         if answer.aborted:
             return Verdict.RETRY
@@ -56,7 +56,7 @@ def judge(answer: Answer, *, run: str, asked: int, promoted: int) -> Verdict:
             return Verdict.TAKE
     if answer.status in WITHDRAWN or answer.voided:
         # With nothing newer to ask for yet, the news of it is on its way: a withdrawn version has a successor.
-        return Verdict.REPIN if promoted != asked else Verdict.RETRY
+        return Verdict.REPIN if promoted not in (0, asked) else Verdict.RETRY
     if answer.status in PASSING or answer.status >= 500:
         return Verdict.RETRY
     return Verdict.GIVE_UP

@@ -6,14 +6,20 @@ settings that scale them; the whole digest also changes with the version of PEFT
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
+from adaptersync.trainer.submissions import Submission
 from adaptersync_core.errors import AdapterInvalid, ConfigError
 from adaptersync_core.manifest import CONFIG_FILE, FILES, WEIGHTS_FILE, content_digest, hash_file
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = "adaptersync.json"
 SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")  # of adapter_config.json
@@ -21,7 +27,7 @@ SETS = ("target_modules", "exclude_modules")  # PEFT writes them in another orde
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):
-    """`seq` is the version that has these very bytes, 0 when none had been published as the checkpoint was written.
+    """`seq` is the version that has these very bytes, 0 while none has been published.
 
     `digest` is that of a version with these bytes, `weights` the SHA-256 of its tensors' file.
     """
@@ -34,8 +40,14 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     scaling: dict[str, Any] = {}
 
     def write(self, directory: Path) -> None:
+        """Whole or not at all: half of it would make a good checkpoint one that cannot be read."""
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / STATE_FILE).write_bytes(msgspec.json.encode(self))
+        half = directory / f".{STATE_FILE}.half"
+        with half.open("wb") as file:
+            file.write(msgspec.json.encode(self))
+            file.flush()
+            os.fsync(file.fileno())
+        half.replace(directory / STATE_FILE)
 
     def check(self, adapter: Path) -> None:
         """AdapterInvalid unless the adapter in this directory is the checkpoint's."""
@@ -55,6 +67,33 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
             run=self.run,
             digest=self.digest[:12],
         )
+
+
+class Numbers:
+    """Puts the number into checkpoints that were written before their version had one; waits for nothing.
+
+    A checkpoint is good without it, so where it cannot be written that is only logged.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: list[tuple[Path, Checkpoint, Submission]] = []  # as few as are on their way at a time
+
+    def want(self, directory: Path, held: Checkpoint, submission: Submission) -> None:
+        """`submission` is the adapter that the checkpoint in `directory` holds."""
+        self._wanted.append((directory, held, submission))
+
+    def look(self) -> None:
+        wanted, self._wanted = self._wanted, []
+        for directory, held, submission in wanted:
+            published = submission.publication
+            if published is None:
+                if submission.outcome is None:
+                    self._wanted.append((directory, held, submission))
+            elif published.digest == held.digest and (directory / STATE_FILE).exists():  # TRL keeps some of them only
+                try:
+                    replace(held, seq=published.seq).write(directory)
+                except OSError as error:
+                    logger.warning("%s does not say that it holds version %d: %s", directory, published.seq, error)
 
 
 def read(directory: Path) -> Checkpoint | None:

@@ -18,7 +18,8 @@ T = TypeVar("T")
 
 
 class Clocks(ctypes.Structure):
-    """What the trainer tells the rollout process. `value` (TRL's name) is the number of the version last promoted.
+    """What the trainer tells the rollout process. `value` (TRL's name) is the number of the version that is current, 0
+    while none of this trainer's is.
 
     What a version below `oldest` writes will not be trained on.
     """
@@ -86,9 +87,9 @@ class Conversations:
     async def hold(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> tuple[Conversation, T]:
         """One conversation to its end, on a version that can be trained on."""
         while True:
-            while self._told.value < self._told.oldest:
+            while (current := self._told.value) < max(self._told.oldest, 1):
                 await self._moved.wait()  # a promotion is on its way; what the fleet serves until then is of no use
-            conversation = Conversation(asks=self._told.value)
+            conversation = Conversation(asks=current)
             present.set(conversation)
             conversation.task = asyncio.create_task(begin())  # in a context of its own
             self._under_way.add(conversation)

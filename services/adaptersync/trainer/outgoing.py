@@ -20,23 +20,23 @@ LONGEST_REST_S = 30.0
 T = TypeVar("T")
 
 
-class Verdict(enum.Enum):
+class Disposition(enum.Enum):
     RETRY = "retry"
     SKIP = "skip"  # these bytes would fail again, the next ones need not
     END = "end"  # nothing of this trainer will ever be published again
 
 
-def judge(error: Exception) -> Verdict:
+def disposition(error: Exception) -> Disposition:
     """Servers and stores come back; another trainer does not go away, and neither does a mistake in the code."""
     match error:
         case Fenced() | PublicationFailed():  # the latter: closed
-            return Verdict.END
+            return Disposition.END
         case AdapterInvalid():
-            return Verdict.SKIP
+            return Disposition.SKIP
         case AdapterSyncError() | OSError():
-            return Verdict.RETRY
+            return Disposition.RETRY
         case _:
-            return Verdict.END
+            return Disposition.END
 
 
 class Outgoing(Generic[T]):
@@ -85,17 +85,17 @@ class Outgoing(Generic[T]):
         """What was taken is published."""
         self._under_way = None
 
-    def failed(self, error: Exception, now: float) -> Verdict | None:
+    def failed(self, error: Exception, now: float) -> Disposition | None:
         """What was taken could not be published. None: given up, since a newer one waits."""
-        verdict = judge(error)
-        if verdict is Verdict.END:
+        found = disposition(error)
+        if found is Disposition.END:
             self.ended = error
-        elif verdict is Verdict.RETRY and self._waiting is None:
+        elif found is Disposition.RETRY and self._waiting is None:
             self._rests_until = now + min(FIRST_REST_S * 2**self._attempts, LONGEST_REST_S)
             self._attempts = min(self._attempts + 1, 10)
-            return verdict
+            return found
         self._under_way = None
-        return None if verdict is Verdict.RETRY else verdict
+        return None if found is Disposition.RETRY else found
 
     def end(self, error: Exception) -> list[T]:
         """Nothing more is taken; returns what is left, oldest first."""

@@ -16,40 +16,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
-from adaptersync_core.errors import PublicationFailed
+from adaptersync.trainer.submissions import Submission
+from adaptersync_core.errors import AdapterSyncError, PublicationFailed
 
 logger = logging.getLogger(__name__)
 
 NEVER = -(1 << 31)  # the sync of a version that is none of this trainer's, or long past: older than anything may be
-
-
-class Outcome(Protocol):
-    @property
-    def state(self) -> str: ...
-    @property
-    def reason(self) -> str: ...
-
-
-class Submission(Protocol):
-    @property
-    def adapter_id(self) -> str: ...
-    @property
-    def seq(self) -> int | None:
-        """None until it is published."""
-        ...
-
-    @property
-    def outcome(self) -> Outcome | None: ...
-    @property
-    def trouble(self) -> str:
-        """Why it is not published yet, if that is known."""
-        ...
-
-    def wait(self, timeout_s: float) -> Outcome:
-        """PublicationFailed when there is no outcome in time."""
-        ...
 
 
 @dataclass(slots=True)
@@ -76,10 +49,7 @@ class Counts:
                 self.rolled_back += 1
 
 
-S = TypeVar("S", bound=Submission)
-
-
-class Pace(Generic[S]):
+class Pace:
     """Holds the trainer back after a sync, only as long as its next samples would be too old.
 
     With `max_staleness` S it lets the trainer be S - 1 syncs ahead, so that a sample may still age by one while it
@@ -101,17 +71,17 @@ class Pace(Generic[S]):
         self._timeout_s = timeout_s
         self._monotonic = monotonic
         self._clock = 0
-        self._undecided: deque[tuple[int, S]] = deque()  # at most max_staleness + 1 long: `wait` sees to it
+        self._undecided: deque[tuple[int, Submission]] = deque()  # at most max_staleness + 1 long: `wait` sees to it
         self._syncs: dict[int, int] = {}  # number of a promoted version → its sync, oldest first
-        self._newest: S | None = None
+        self._newest: Submission | None = None
         self._failure = ""  # of the version last decided, unless it was promoted
         self._too_old_since: float | None = None
 
     @property
-    def newest(self) -> S | None:
+    def newest(self) -> Submission | None:
         return self._newest
 
-    def submitted(self, clock: int, submission: S) -> None:
+    def submitted(self, clock: int, submission: Submission) -> None:
         """Sync number `clock` handed over `submission`."""
         self._clock = clock
         self._newest = submission
@@ -127,13 +97,13 @@ class Pace(Generic[S]):
         return self._wait(allowed=max(self._max_staleness - 1, 0))
 
     def settle(self) -> None:
-        """Wait for the outcome of everything submitted. Training is over: what is late is only logged."""
+        """Wait for the outcome of everything submitted. Training is over: what keeps it from coming is only logged."""
         deadline = self._monotonic() + self._timeout_s
         try:
             while self._undecided:
                 self._decide_oldest(deadline - self._monotonic())
-        except PublicationFailed as late:
-            logger.warning("training is over, and the fleet has not decided: %s", late)
+        except AdapterSyncError as error:
+            logger.warning("training is over, and what became of its last versions is not known: %s", error)
 
     def sync_of(self, seq: int) -> int:
         """The sync a version is of; NEVER when it is none that this trainer may still train on."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import secrets
 import socket
 import threading
@@ -31,13 +30,13 @@ from adaptersync.trainer.fates import RolloutFates
 from adaptersync.trainer.publication import Outcome, Publication
 from adaptersync.trainer.source import SavesAdapter, directory_of
 from adaptersync.trainer.submissions import Submission, Submitter
+from adaptersync.trainer.tidying import Tidying
 from adaptersync_core import markers
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import (
     AdapterSyncError,
     ConfigError,
-    ControlError,
     ControlUnavailable,
     Forgotten,
     PublicationFailed,
@@ -53,9 +52,9 @@ from adaptersync_core.proof import Probe
 from adaptersync_core.records import VersionRecord
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
-from adaptersync_core.retention import due
 from adaptersync_core.store import ArtifactStore
 from adaptersync_core.store_identity import agree
+from adaptersync_core.table import Table
 from adaptersync_core.traces import traces
 
 INSIST_S = 30.0  # how long a call is repeated while Redis or the store is away; every call is safe to repeat
@@ -63,8 +62,6 @@ PAUSE_S = 0.2
 CLOSE_S = 60.0  # for what was submitted to be published when it is closed; longer than a call is repeated
 BEAT_S = 2.0  # how often it says that it lives; several times within TRAINER_ALIVE_S
 LOOK_S = 1.0  # how often outcomes are looked for when no event says so
-
-TIDY_S = 60.0  # how often leftovers in the store are looked for
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -86,30 +83,32 @@ class AdapterPublisher:
         if self.max_staleness < 0:
             raise ConfigError("max_staleness cannot be negative", next_step="give 0 or more", value=self.max_staleness)
         self.epoch = 0
+        self.epochs: set[int] = set()  # with those before it, where Redis has lost one
         self.latest_seq = 0
         self._reserved = 0
         self._named = incarnation
         self._incarnation = ""
-        self.current_seq: int | None = None
+        self.current_seq: int | None = None  # None while the fleet serves nothing of these epochs as current
+        self._generation = 0
         self._store = ArtifactStore(Path(config.store.path))
         self._store_id = ""
-        self._keeping = config.store
         self._client = RedisClient(config.redis.control_url, name=f"trainer-{self.run}")
         keys = Keys(config.group.name)
         self._registry = Registry(self._client, keys)
         cache_url = config.redis.cache_url or config.redis.control_url
         self._cache = RedisClient(cache_url, name=f"trainer-{self.run}", timeout_s=ANSWER_S, text=False)
         self._lane = FastLane(self._cache, keys, limit_bytes=config.redis.lane_bytes)
+        table = self._registry.table
+        self._tidying = Tidying(self._store, self.run, config.store, lambda: self._call(table()))
         self._tasks: list[asyncio.Task[None]] = []
         self._pending: dict[str, Publication] = {}
-        self._watchers: list[Callable[[int], None]] = []
+        self._watchers: list[Callable[[int | None], None]] = []
         self.rollouts = RolloutFates()
         self._publishing = threading.Lock()
         self._submitter = Submitter(self._publish_submitted, name=f"outgoing-{self.run}")
         self._last: Manifest | None = None
         self._traces = traces(config, "trainer", self.run)
         self._compared: AdapterShape | None = None
-        self._tidied = -math.inf
         self._said_at = time.monotonic()
         self._present = True
         self._bell = Bell()
@@ -218,10 +217,10 @@ class AdapterPublisher:
         """Like `publish`, and returns as soon as a model has saved itself: nothing is read, hashed or sent before.
 
         A directory stays as it is until the submission has a `publication` or an `outcome`; with `remove` it is then
-        removed. What is submitted is published in order. What could not be, for want of a server or of room, is tried
-        again until it succeeds; a newer submission takes the place of one that waits or failed, which then counts as
-        `replaced`. An adapter the fleet could not serve counts as `failed`. Raises only what ends all publishing:
-        Fenced, or PublicationFailed after close().
+        removed, and where this raises, too. What is submitted is published in order. What could not be, for want of a
+        server or of room, is tried again until it succeeds; a newer submission takes the place of one that waits or
+        failed, which then counts as `replaced`. An adapter the fleet could not serve counts as `failed`. Raises only
+        what ends all publishing: Fenced, or PublicationFailed after close().
         """
         if isinstance(source, str | Path):
             directory = Path(source)
@@ -229,7 +228,11 @@ class AdapterPublisher:
             with directory_of(source, keep=True) as directory:
                 remove = True
         submission = Submission(directory, step=step, timings=timings, load=load, probe=probe, remove=remove)
-        self._submitter.submit(submission)
+        try:
+            self._submitter.submit(submission)
+        except BaseException:
+            submission.discard()
+            raise
         return submission
 
     @property
@@ -258,21 +261,8 @@ class AdapterPublisher:
         publication = Publication(replace(draft, seq=seq, epoch=self.epoch))
         self._store.publish(publication.manifest, directory)
         self._call(self._offer(publication, since))
-        self._tidy()
+        self._tidying.begin()
         return publication
-
-    def _tidy(self) -> None:
-        if time.monotonic() - self._tidied < TIDY_S:
-            return
-        self._tidied = time.monotonic()
-        try:
-            self._store.tidy(self.run)
-            if self._keeping.keep_last or self._keeping.keep_for_s:
-                table = self._call(self._registry.table())
-                for name in due(self._store, table, self.run, self._keeping):
-                    self._store.remove(name)
-        except (OSError, ControlError) as error:
-            log.warning("what nobody needs in the store was not removed: %s", error)
 
     def newest(self) -> Manifest | None:
         """What of the run was announced last, by whomever."""
@@ -283,8 +273,8 @@ class AdapterPublisher:
         find = history.find
         return self._call(self._insist(lambda: find(self._registry, self._store, self.run, digest=digest, step=step)))
 
-    def on_promoted(self, callback: Callable[[int], None]) -> None:
-        """Call `callback(seq)` from this object's own thread whenever the run's current version changes."""
+    def on_promoted(self, callback: Callable[[int | None], None]) -> None:
+        """Call `callback(seq)` from this object's own thread whenever `current_seq` changes."""
         self._watchers.append(callback)
 
     def close(self) -> None:
@@ -297,6 +287,7 @@ class AdapterPublisher:
         in_order = self._publishing.acquire(timeout=max(give_up_at - time.monotonic(), 0.0))
         if not in_order:
             log.warning("a publication does not end, for %.0f s: run %s is ended without it", CLOSE_S, self.run)
+        self._tidying.end(max(give_up_at - time.monotonic(), 0.0))
         try:
             if self._thread.is_alive():
                 self._call(self._end())
@@ -337,6 +328,7 @@ class AdapterPublisher:
         self.epoch, self.latest_seq = await self._insist(
             lambda: begin(self.run, nonce=nonce, max_staleness=self.max_staleness, trainer=host, stored=stored)
         )
+        self.epochs.add(self.epoch)
 
     async def _find_store(self) -> None:
         self._store_id = await agree(self._registry, self._store.root, self._store_id)
@@ -407,16 +399,23 @@ class AdapterPublisher:
             await self._registry.publish(manifest, published_at=manifest.created_at, trainer=self._incarnation)
         outcomes = {name: _outcome(record) for name, record in records.items()}
         table = await self._registry.table()
-        entry = table.runs.get(self.run)
-        current = table.versions.get(entry.current) if entry and entry.current else None
-        if current is not None and current.epoch == self.epoch and current.seq != self.current_seq:
-            self.current_seq = current.seq
-            self._tell(current.seq)
+        current = self._current(table)
+        if table.generation < self._generation and current is None:
+            current = self.current_seq  # Redis has lost the table, and a coordinator restores it
+        self._generation = max(self._generation, table.generation)
+        if current != self.current_seq:
+            self.current_seq = current
+            self._tell(current)
         for name, outcome in outcomes.items():
             if outcome is not None:
                 self._pending.pop(name).settle(outcome)
 
-    def _tell(self, seq: int) -> None:
+    def _current(self, table: Table) -> int | None:
+        entry = table.runs.get(self.run)
+        version = table.versions.get(entry.current) if entry and entry.current else None
+        return version.seq if version is not None and version.epoch in self.epochs else None
+
+    def _tell(self, seq: int | None) -> None:
         for callback in self._watchers:
             try:
                 callback(seq)

@@ -283,26 +283,30 @@ class Relay:
         except (ArtifactCorrupt, NameTaken):  # these do speak of the bytes
             raise
         except (ControlUnavailable, StoreError) as error:  # a full store, say
-            return await self._stand_in(name, digest, str(error))
+            return await self._stand_in(publisher, name, digest, str(error))
         try:
             outcome = await asyncio.to_thread(publication.wait, self._config.relay.promotion_timeout_s)
         except PublicationFailed as error:  # no outcome in time
-            return await self._stand_in(name, digest, str(error))
+            return await self._stand_in(publisher, name, digest, str(error))
         if outcome.state == "current":
             await self._look(anew=True)
             return Alias(digest=digest, version=publication.adapter_id)
         if outcome.state == "rolled_back" and not outcome.want:
             raise PublicationFailed(f"the fleet refused it: {outcome.reason}", version=publication.adapter_id)
-        return await self._stand_in(name, digest, f"{publication.adapter_id} is {outcome.state}: {outcome.reason}")
+        why = f"{publication.adapter_id} is {outcome.state}: {outcome.reason}"
+        return await self._stand_in(publisher, name, digest, why)
 
-    async def _stand_in(self, name: str, digest: str, why: str) -> Alias:
-        """The version last promoted, for one of which nobody said that it is bad."""
+    async def _stand_in(self, publisher: AdapterPublisher, name: str, digest: str, why: str) -> Alias:
+        """The version last promoted, for one of which nobody said that it is bad.
+
+        Never one of an epoch before: a trainer that went back to a checkpoint would learn from what it gave up.
+        """
         table = await self._look()
-        entry = table.runs.get(self._config.trainer.run) if table else None
-        if entry is None or entry.current is None:
-            raise PublicationFailed(f"not served, and nothing before it: {why}")
-        log.warning("%s stands for %s: %s", name, entry.current, why)
-        return Alias(digest=digest, version=entry.current, substituted=True)
+        current = _current(table, publisher) if table else None
+        if current is None:
+            raise PublicationFailed(f"not served, and this trainer has nothing before it: {why}")
+        log.warning("%s stands for %s: %s", name, current, why)
+        return Alias(digest=digest, version=current, substituted=True)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """A rollout: resolve TRL's name, and serve one that retired from the oldest version still retained."""
@@ -327,11 +331,14 @@ class Relay:
         raise AssertionError("the second answer is passed on, whatever it is")
 
     async def _living(self, version: str, *, anew: bool) -> str:
-        """`version` while it is served, else the oldest that still is. Without Redis the router may know better."""
-        table = await self._look(anew=anew)
-        if table is None or table.routable(version):
+        """`version` while it is served, else the oldest that still is. Without Redis the router may know better.
+
+        One that is on its way once more, since Redis lost its promotion, is held by the router until it is there.
+        """
+        table, run = await self._look(anew=anew), self._config.trainer.run
+        if table is None or table.routable(version) or table.candidate(run) == version:
             return version
-        window = table.window(self._config.trainer.run)
+        window = table.window(run)
         return window[-1] if window else version
 
     async def _look(self, *, anew: bool = False) -> Table | None:
@@ -376,6 +383,12 @@ class Relay:
             if request.transport is not None:  # TRL must not take what it has for all of it
                 request.transport.close()
         return response
+
+
+def _current(table: Table, publisher: AdapterPublisher) -> str | None:
+    entry = table.runs.get(publisher.run)
+    version = table.versions.get(entry.current) if entry and entry.current else None
+    return entry.current if entry and version and version.epoch in publisher.epochs else None
 
 
 def _digest(directory: Path) -> str:

@@ -36,7 +36,7 @@ class Samples:
     def __init__(
         self,
         samples: Queue,
-        pace: Pace[Any],
+        pace: Pace,
         fates: RolloutFates | None = None,
         trainer: Trainer | None = None,
     ) -> None:

@@ -2,7 +2,7 @@
 
 TRL has its asynchronous GRPO under `experimental`, where any release may move or rename what is in it; later ones do.
 Whatever of ours needs something of TRL takes it from here, so where a release only keeps it elsewhere, this is all
-there is to change. What TRL makes of it is for `trl` to know, which overrides it, and for `cpu`.
+there is to change. What TRL makes of it is known to `trl` and `rollout_process`, which override it, and to `cpu`.
 
 A release is judged by what it has, not by its number. Importing this loads TRL.
 """
@@ -29,7 +29,13 @@ try:
     from accelerate.utils import gather_object
     from trl.experimental.async_grpo import AsyncGRPOConfig, async_grpo_trainer, async_rollout_worker, packing
     from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
-    from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutSample, _AsyncRolloutLoop
+    from trl.experimental.async_grpo.async_rollout_worker import (
+        AsyncRolloutWorker,
+        RolloutGroup,
+        RolloutSample,
+        TrainingSequence,
+        _AsyncRolloutLoop,
+    )
 except ImportError as error:
     raise ImportError(f"{NEEDED} ({installed()}: {error})") from error
 
@@ -57,6 +63,7 @@ SEAMS: dict[Any, tuple[str, ...]] = {
         "_save_checkpoint(model, trial)",
         "_inner_training_loop()",
         "get_train_dataloader()",
+        "get_batch_samples(epoch_iterator, num_batches, device)",
         "log(logs, start_time)",
     ),
     AsyncRolloutWorker: (
@@ -79,16 +86,47 @@ SEAMS: dict[Any, tuple[str, ...]] = {
     AsyncGRPOConfig: ("vllm_server_base_url", "max_staleness", "max_inflight_tasks", "queue_maxsize"),
     async_grpo_trainer: (
         "AsyncRolloutWorker",
+        "DataLoader",
         "save_lora_adapter(model, accelerator, adapter_name, dest_dir)",
         "validate_lora_for_vllm_sync(model)",
         "get_peak_flops_per_device",
     ),
     async_rollout_worker: ("is_vllm_available",),
     packing: ("_flash_attn",),
+    RolloutGroup: ("completions_sequences",),
+    TrainingSequence: ("rollout_id",),
+    RolloutSample: ("model_version",),
 }
 
-# What TRL's constructor leaves on a trainer.
-LEAVES = ("model_version", "rollout_worker", "vllm_client", "_lora_dir", "_lora_name", "_adapter_name", "_metrics")
+# What TRL's constructors leave on what they have made.
+LEAVES: dict[Any, tuple[str, ...]] = {
+    AsyncGRPOTrainer: (
+        "model_version",
+        "rollout_worker",
+        "vllm_client",
+        "_lora_dir",
+        "_lora_name",
+        "_adapter_name",
+        "_metrics",
+    ),
+    AsyncRolloutWorker: (
+        "rollout_buffer",
+        "metrics_queue",
+        "_model_version_value",
+        "_loop_kwargs",
+        "_mp_ctx",
+        "_process",
+        "_stop_event_mp",
+    ),
+    _AsyncRolloutLoop: (
+        "session",
+        "vllm_server_url",
+        "lora_name",
+        "environment_factories",
+        "_counters",
+        "_model_version_value",
+    ),
+}
 
 
 def check_seams(seams: dict[Any, tuple[str, ...]] | None = None) -> None:
@@ -97,7 +135,7 @@ def check_seams(seams: dict[Any, tuple[str, ...]] | None = None) -> None:
         missing = []
         for seam in seen:
             name, call, rest = seam.partition("(")
-            if not hasattr(place, name):
+            if not hasattr(place, name) and name not in getattr(place, "__dataclass_fields__", ()):
                 missing.append(f"{place.__name__}.{name}")
             elif call:
                 wanted = [parameter for parameter in rest.removesuffix(")").split(", ") if parameter]
@@ -113,9 +151,10 @@ def _lacking(call: Any, wanted: list[str]) -> list[str]:
     return [name for name in wanted if name not in taken]
 
 
-def check_made(trainer: Any) -> None:
-    """The same of what TRL's constructor has made."""
-    _refuse([f"{type(trainer).__name__}().{name}" for name in LEAVES if not hasattr(trainer, name)])
+def check_made(made: Any) -> None:
+    """The same of what one of TRL's constructors has made."""
+    leaves = [name for kind, names in LEAVES.items() if isinstance(made, kind) for name in names]
+    _refuse([f"{type(made).__name__}().{name}" for name in leaves if not hasattr(made, name)])
 
 
 def _refuse(missing: list[str]) -> None:

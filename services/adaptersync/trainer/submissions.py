@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
-from adaptersync.trainer.outgoing import Outgoing, Verdict
+from adaptersync.trainer.outgoing import Disposition, Outgoing
 from adaptersync.trainer.publication import Outcome, Publication
 from adaptersync_core.errors import AdapterSyncError, PublicationFailed
 from adaptersync_core.proof import Probe
@@ -44,6 +44,7 @@ class Submission:
         self.attempts = 0
         self._remove = remove
         self._published: Future[Publication | Outcome] = Future()
+        self._ending = threading.Lock()
 
     @property
     def publication(self) -> Publication | None:
@@ -89,16 +90,23 @@ class Submission:
             ) from None
         return ended if isinstance(ended, Outcome) else ended.wait(max(deadline - time.monotonic(), 0.0))
 
-    def end(self, how: Publication | Outcome | Exception) -> None:
-        """Published, or never to be; the directory is not needed any more."""
-        if self._published.done():
-            return
+    def end(self, how: Publication | Outcome | Exception, *, keep: bool = False) -> None:
+        """Published, or never to be: what is said first counts. The directory is not needed any more, unless it is
+        to `keep`: whoever still reads it ends the submission once more."""
+        if not keep:
+            self.discard()
+        with self._ending:
+            if self._published.done():
+                return
+            if isinstance(how, Exception):
+                self._published.set_exception(how)
+            else:
+                self._published.set_result(how)
+
+    def discard(self) -> None:
+        """Remove the directory, if that was asked for."""
         if self._remove:
             shutil.rmtree(self.directory, ignore_errors=True)
-        if isinstance(how, Exception):
-            self._published.set_exception(how)
-        else:
-            self._published.set_result(how)
 
 
 class Submitter:
@@ -111,6 +119,7 @@ class Submitter:
         self._outgoing: Outgoing[Submission] = Outgoing()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._reading: Submission | None = None  # by the thread, right now
         self._closing = False
         self._told = ""  # the trouble that was logged last: said once, not with every attempt
 
@@ -135,11 +144,11 @@ class Submitter:
         if self._thread is not None:
             self._thread.join(timeout_s)
         with self._changed:
-            left = self._outgoing.end(PublicationFailed("publisher is closed"))
+            left, reading = self._outgoing.end(PublicationFailed("publisher is closed")), self._reading
             self._changed.notify_all()
         for submission in left:
             log.warning("%s is given up, since its publisher is closed: %s", submission.adapter_id, submission.trouble)
-            submission.end(_closed(submission))
+            submission.end(_closed(submission), keep=submission is reading)
 
     def _run(self) -> None:
         while (submission := self._next()) is not None:
@@ -150,6 +159,7 @@ class Submitter:
                 self._failed(submission, error)
                 continue
             with self._changed:
+                self._reading = None
                 self._outgoing.done()
                 self._changed.notify_all()
             if self._told:
@@ -164,21 +174,26 @@ class Submitter:
                 if self._outgoing.ended is not None or (self._closing and self._outgoing.idle):
                     return None
                 self._changed.wait(self._outgoing.rest_s(time.monotonic()))
+            self._reading = submission
             return submission
 
     def _failed(self, submission: Submission, error: Exception) -> None:
         submission.trouble = str(error) or type(error).__name__
         with self._changed:
-            verdict = self._outgoing.failed(error, time.monotonic())
-            left = self._outgoing.end(error) if verdict is Verdict.END else []
-        match verdict:
-            case Verdict.RETRY:
+            self._reading = None
+            if self._outgoing.ended is not None:  # given up meanwhile
+                submission.end(error)
+                return
+            disposition = self._outgoing.failed(error, time.monotonic())
+            left = self._outgoing.end(error) if disposition is Disposition.END else []
+        match disposition:
+            case Disposition.RETRY:
                 self.retries += 1
                 self._tell("%s is not published yet, and will be tried again: %s", submission)
-            case Verdict.SKIP:
+            case Disposition.SKIP:
                 self._tell("%s is not published: %s", submission)
                 submission.end(Outcome(state="failed", reason=submission.trouble))
-            case Verdict.END:
+            case Disposition.END:
                 log.error("nothing more is published: %s", submission.trouble, exc_info=_unexpected(error))
                 for one in (submission, *left):
                     one.end(error)

@@ -5,9 +5,9 @@
     trainer = AdapterSyncGRPOTrainer(run="sums", model=..., peft_config=..., args=..., ...)
     trainer.train()
 
-A script for TRL changes the class and names the run; `args.vllm_server_base_url` is the router's address. The only
-module that knows how TRL works, which is loaded by importing this one; `seams` knows where TRL keeps what is used here.
-What it changes in TRL:
+A script for TRL changes the class and names the run; `args.vllm_server_base_url` is the router's address. How TRL works
+is known here, where importing loads it, and in `rollout_process`; where it keeps what is used of it, in `seams`.
+What is changed in TRL:
 
 - A sync gathers the adapter and saves it into a directory of its own; all else is done by the publisher's thread
   (`outgoing`). Nothing is paused and no server is told to load anything.
@@ -18,47 +18,38 @@ What it changes in TRL:
   the router says that this version wrote it (`answers`). Once that is too old to be trained on, the conversation is cut
   off, its request with it, and begun again; except in an environment, which only TRL can reset.
 - A checkpoint says which adapter it holds (`checkpoint`); training goes on from it with that adapter or not at all.
-- An error on one process is raised on all, so that none waits for the others for ever.
+- An error on one process is raised on all, so that none waits for the others for ever; but not from within a step.
 - The rollout process is drained when it is stopped; TRL waits 15 s for it whenever its queues hold something. One
   that dies while it starts fails the run; TRL can hang.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
-import pickle
-import queue
 import shutil
-import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from torch.utils.data import DataLoader, IterableDataset
 
 from adaptersync.trainer import checkpoint
-from adaptersync.trainer.answers import Verdict, judge, model_name, pause_s, writer
-from adaptersync.trainer.asking import ask
-from adaptersync.trainer.conversations import Clocks, Conversation, Conversations, present
-from adaptersync.trainer.fates import Dropped, Written, tag, written
 from adaptersync.trainer.figures import Figures, Saving
-from adaptersync.trainer.leaving import leave_at_once
 from adaptersync.trainer.pace import Counts, Pace
 from adaptersync.trainer.publication import Publication
 from adaptersync.trainer.publisher import AdapterPublisher
+from adaptersync.trainer.rollout_process import DOOMED, RolloutWorker
 from adaptersync.trainer.samples import Samples
 from adaptersync.trainer.seams import (
     AsyncGRPOConfig,
     AsyncGRPOTrainer,
-    AsyncRolloutWorker,
-    _AsyncRolloutLoop,
     async_grpo_trainer,
     async_rollout_worker,
     check_made,
@@ -66,186 +57,15 @@ from adaptersync.trainer.seams import (
     gather_object,
 )
 from adaptersync.trainer.submissions import Submission
-from adaptersync_core.api_keys import bearer
 from adaptersync_core.config import Config, load_config
-from adaptersync_core.errors import AdapterSyncError, ConfigError, PublicationFailed, Unroutable
+from adaptersync_core.errors import ConfigError, PublicationFailed
 from adaptersync_core.identity import check_run
 
 logger = logging.getLogger(__name__)
 
-NUMBER_S = 5.0  # for a checkpoint to learn the number of the version that has its bytes
-STOP_S = 15.0  # for the rollout process to end while it is drained; what it still makes is not wanted
-LULL_S = 0.02  # without anything to read: then a queue is taken as drained, for now
 UNTOLD = 64  # publications without an outcome whose phases may still be logged
 TOLD = frozenset({"gather_s", "save_s", "queued_s", "hashed_s", "stored_s", "promoted_s"})  # of a version's phases
-MISMATCHES = 3  # wrong versions for one request: then the fleet is at fault, not chance
-# The rollout process reports its counts as metrics, and these appear among TRL's.
-COUNTED_AS = {
-    Verdict.MISMATCH: "adaptersync/served_mismatch_total",
-    Verdict.REPIN: "adaptersync/repinned_total",
-    Verdict.RETRY: "rollout/vllm_retry_total",
-    Verdict.GIVE_UP: "adaptersync/refused_total",
-}
-DOOMED = "adaptersync/doomed_total"
 SHOWN = ("published", "promoted", "superseded", "rolled_back", "replaced", "failed")  # counts among TRL's metrics
-
-
-class RolloutLoop(_AsyncRolloutLoop):
-    """TRL's rollout loop, in its process: pins conversations to versions and judges every answer."""
-
-    def __init__(self, *, arguments: str, **kwargs: Any) -> None:
-        given = pickle.loads(Path(arguments).read_bytes())  # noqa: S301 - written by our parent
-        self._shown = bearer(given.pop("key_file"))
-        super().__init__(**given, **kwargs)
-        self._written_by: dict[str, Written] = {}  # rollout id → oldest version in it; emptied as groups are scored
-        self._dropped = Dropped()
-        self._conversations = Conversations(
-            self._model_version_value,
-            cut_off=self.environment_factories is None,  # one is reset where TRL begins a conversation, nowhere else
-            on_doomed=self._count_doomed,
-        )
-
-    def run(self) -> None:
-        super().run()
-        leave_at_once()
-
-    def _count_doomed(self, conversation: Conversation) -> None:
-        self._counters[DOOMED] += 1
-        self._dropped.note(conversation.requests, "too old before it ended")
-
-    @property
-    def _request_model(self) -> str:
-        return model_name(self.lora_name, present.get().asks)
-
-    async def _generate_loop(self, stop_event: asyncio.Event) -> None:
-        """Ends at once when told to stop; TRL waits for answers that nobody will train on."""
-        generating = asyncio.create_task(super()._generate_loop(stop_event=stop_event))
-        beside = [asyncio.create_task(self._conversations.watch()), asyncio.create_task(stop_event.wait())]
-        try:
-            await asyncio.wait((generating, beside[1]), return_when=asyncio.FIRST_COMPLETED)
-            if generating.done() or not stop_event.is_set():
-                await generating
-        finally:
-            for task in (generating, *beside):
-                task.cancel()
-            await asyncio.gather(generating, *beside, return_exceptions=True)
-
-    async def _generate_one(self, *args: Any, **kwargs: Any) -> Any:
-        begin = functools.partial(super()._generate_one, *args, **kwargs)
-        conversation, result = await self._conversations.hold(begin)
-        self._dropped.note(() if result[2] else conversation.requests, "nothing to train on")
-        by = written(conversation.counts_as, conversation.requests)
-        self._written_by.update({row.rollout_id: by for row in result[2]})
-        return result
-
-    async def _score_group(self, group: Any) -> Any:
-        """Tag each row with the version that wrote it; TRL tags a group with the version its first member met."""
-        samples = await super()._score_group(group)
-        rollouts = [row.rollout_id for rows in group.completions_sequences for row in rows]
-        return self._dropped.ride(tag(samples, rollouts, self._written_by))
-
-    async def _post(self, path: str, payload: dict[str, Any], timeout: float, max_retries: int = 3) -> Any:
-        """One turn's answer from the version it asked for.
-
-        Retries what can pass for `timeout` seconds; Unroutable when it does not, or when the fleet keeps answering
-        with another version. That ends the rollout process, and with it the run, with the reason: TRL itself would
-        ask 90 times over 505 s and has no way to go on without one member of a group.
-        """
-        conversation = present.get()
-        give_up_at = time.monotonic() + timeout
-        mismatches = attempt = 0
-        while True:
-            asked, name = conversation.asks, self._request_model
-            url, asking = f"{self.vllm_server_url}{path}", {**payload, "model": name}
-            answer, body = await ask(self.session, url, asking, timeout, self._shown)
-            verdict = judge(answer, run=self.lora_name, asked=asked, promoted=self.model_version)
-            if verdict is Verdict.TAKE:
-                conversation.took(writer(answer, self.lora_name) or asked, answer.request_id)
-                return body
-            self._dropped.note((answer.request_id,), answer.reason or f"asked for {name}, {answer.served} answered")
-            if verdict is Verdict.MISMATCH:
-                mismatches += 1
-                logger.warning("asked for %s and %s answered: asking again", name, answer.served)
-            elif verdict is Verdict.REPIN:
-                conversation.asks = self.model_version
-            self._counters[COUNTED_AS[verdict]] += 1
-            attempt += 1
-            wait_s = pause_s(attempt, answer.retry_after_s)
-            too_long = time.monotonic() + wait_s > give_up_at
-            if verdict is Verdict.GIVE_UP or mismatches >= MISMATCHES or too_long:
-                raise Unroutable(
-                    f"no answer to train on: {answer.reason or f'{answer.served} answered instead'}",
-                    status=answer.status,
-                    model=name,
-                    attempts=attempt,
-                )
-            await asyncio.sleep(wait_s)
-
-
-class RolloutWorker(AsyncRolloutWorker):
-    """TRL's handle on the rollout process: our loop in it, a start that cannot hang, a stop that need not wait."""
-
-    _loop_cls = RolloutLoop
-    _loop_kwargs: dict[str, Any]
-
-    def __init__(self, *, key_file: str = "", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._key_file = key_file
-        self._model_version_value = self._mp_ctx.Value(Clocks, 0, 0)
-
-    def update_oldest_useful(self, version: int) -> None:
-        """What is below this number will not be trained on."""
-        self._model_version_value.oldest = version
-
-    def start(self) -> None:
-        """Start the process and wait until it is ready.
-
-        Its arguments, a whole dataset among them, travel in a file. Through multiprocessing's pipe they would hang the
-        trainer for ever when the process dies before reading them, as it does under a script that trains outside
-        `if __name__ == "__main__"`: the writer holds the reading end open as well, so the write never fails.
-        """
-        arguments = self._loop_kwargs
-        with tempfile.NamedTemporaryFile(prefix="adaptersync-rollouts-") as file:
-            try:
-                pickle.dump({**arguments, "key_file": self._key_file}, file)
-            except (pickle.PicklingError, AttributeError, TypeError):
-                super().start()  # says which arguments cannot be sent to a process, and why
-                raise
-            file.flush()
-            self._loop_kwargs = {"arguments": file.name}
-            try:
-                super().start()
-            finally:
-                self._loop_kwargs = arguments
-
-    def stop(self) -> None:
-        process = self._process
-        if process is not None and process.pid is not None:
-            self._stop_event_mp.set()
-            deadline = time.monotonic() + STOP_S
-            # The process cannot end while its queues' feeder threads have something left to hand over.
-            while process.is_alive() and time.monotonic() < deadline:
-                for unread in (self.rollout_buffer, self.metrics_queue):
-                    _drain(unread, deadline)
-                process.join(LULL_S)
-            if process.is_alive():
-                logger.warning("rollout process did not end within %.0f s: terminating it", STOP_S)
-                process.terminate()
-        super().stop()
-
-    def check_health(self, stale_after_s: float) -> None:
-        """Called when the trainer has waited 5 s for a sample; says in one line why there will be no more."""
-        try:
-            super().check_health(stale_after_s)
-        except RuntimeError as error:
-            why = str(error.__cause__ or error).partition("\n")[0]
-            raise AdapterSyncError(f"the rollout process ended: {why}", next_step="its traceback is above") from error
-
-
-def _drain(unread: Any, deadline: float) -> None:
-    with contextlib.suppress(queue.Empty):
-        while time.monotonic() < deadline:
-            unread.get(timeout=LULL_S)
 
 
 @contextlib.contextmanager
@@ -260,6 +80,34 @@ def _our_rollout_worker(key_file: str = "") -> Iterator[None]:
         async_grpo_trainer.AsyncRolloutWorker, async_rollout_worker.is_vllm_available = theirs
 
 
+class Batches(IterableDataset):
+    """What TRL makes of the samples. Ends when there can be no more of it, and says why when it is asked.
+
+    accelerate deals batches out from the main process. It tells the others of an end, except before the first batch,
+    but of an error it does not: they would wait for their part as long as the main process lives.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._source = batches
+        self._begun: Iterator[Any] = iter(())
+        self._failure: Exception | None = None
+
+    def begin(self) -> None:
+        """Wait for an epoch's first batch; raises what keeps it from coming."""
+        source = iter(self._source)
+        self._begun = itertools.chain(list(itertools.islice(source, 1)), source)
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self._begun
+        except Exception as error:  # whatever it is: `check` raises it
+            self._failure = error
+
+    def check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
 class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
     """TRL's trainer for a run of an adaptersync fleet; takes what TRL's takes, and:
 
@@ -270,7 +118,8 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
     `args.vllm_server_base_url`, where it is left at TRL's default, becomes `[trainer] router_url`.
 
     A `rollout_worker` of your own must ask for `{run}@v{n}`, with the n that `update_model_version` tells it, and tag
-    samples with it. If it has an `update_oldest_useful(n)`, it is told below which n samples will be dropped.
+    samples with it; 0 says that none is served now, and nothing to be asked. If it has an `update_oldest_useful(n)`, it
+    is told below which n samples will be dropped.
     """
 
     def __init__(
@@ -296,12 +145,17 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         with _our_rollout_worker(self._adaptersync.trainer.router_key_file):
             super().__init__(*args, **kwargs)
         check_made(self)
+        self._batches = Batches([])
+        self._epoch: Any = None  # what is being read
         self._figures = Figures(inflight_max=self.args.max_inflight_tasks, queued_max=self.args.queue_maxsize)
         self._untold: deque[Submission] = deque(maxlen=UNTOLD)
         self._pace = self._new_pace(Counts())
         self._resumed: checkpoint.Checkpoint | None = None
         self._outgoing = Path(self._lora_dir) / f"{self.run}-outgoing"
         self._saves = 0  # the same on every process
+        self._held: checkpoint.Checkpoint | None = None  # what the next checkpoint holds, if it is of this step:
+        self._held_at = -1  # the same on every process
+        self._numbers = checkpoint.Numbers()
 
     @property
     def counts(self) -> Counts:
@@ -313,7 +167,7 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         """What was handed over last, if it is published."""
         return self._pace.newest.publication if self._pace.newest else None
 
-    def _new_pace(self, counts: Counts) -> Pace[Submission]:
+    def _new_pace(self, counts: Counts) -> Pace:
         return Pace(
             lambda: self._publisher.current_seq if self._publisher else None,
             max_staleness=self.args.max_staleness,
@@ -335,15 +189,20 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         return AdapterPublisher(self._adaptersync, self.run, max_staleness=self.args.max_staleness)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._held_at = -1
         # Opened here and not by the constructor: it takes the run over from whoever else is training it.
         self._on_main(lambda: self._open(kwargs.get("resume_from_checkpoint")))
         try:
             output = super()._inner_training_loop(*args, **kwargs)
-            self._on_main(self._pace.settle)
+            self._on_main(self._finish)
             return output
         finally:
             if self._publisher is not None:
                 self._publisher.close()
+
+    def _finish(self) -> None:
+        self._pace.settle()
+        self._numbers.look()
 
     def _open(self, resumed: str | None) -> None:
         self._resumed = checkpoint.read(Path(resumed)) if resumed else None
@@ -358,14 +217,36 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         if self.accelerator.is_main_process:
             fates = self._publisher.rollouts if self._publisher else None
             self.rollout_queue = Samples(self.rollout_worker.rollout_buffer, self._pace, fates, self)
-        return super().get_train_dataloader()
+        theirs, async_grpo_trainer.DataLoader = async_grpo_trainer.DataLoader, self._loader
+        try:
+            return super().get_train_dataloader()
+        finally:
+            async_grpo_trainer.DataLoader = theirs
+
+    def _loader(self, dataset: Any, **options: Any) -> Any:
+        self._batches = Batches(dataset)
+        return DataLoader(self._batches, **options)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Only the main process reads samples: what goes wrong there is raised on all, when all are here."""
+        if epoch_iterator is not self._epoch:
+            self._epoch = epoch_iterator
+            self._on_main(self._begin)
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if len(batches) < num_batches:
+            self._on_main(self._batches.check)
+        return batches, items
+
+    def _begin(self) -> None:
+        if isinstance(self.rollout_worker, RolloutWorker):
+            self.rollout_worker.check_start()
+        self._batches.begin()
 
     def _follow(self) -> None:
         """Let the rollout worker ask for what the fleet serves by now. Called by this thread and the publisher's."""
         with self._following:  # so that the later caller's view is the one that stays
-            seq = self._publisher.current_seq if self._publisher else None
-            if seq is not None and self.rollout_worker is not None:
-                self.rollout_worker.update_model_version(seq)
+            if self._publisher is not None and self.rollout_worker is not None:
+                self.rollout_worker.update_model_version(self._publisher.current_seq or 0)
 
     def _doom(self) -> None:
         """Let the rollout worker give up what would be dropped, if it can."""
@@ -382,6 +263,8 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         at_barrier = time.time()
         directory, timings = self._save_adapter()
         at_saved = time.time()
+        if self.control.should_save:
+            self._held_at = self.state.global_step
         self._on_main(lambda: self._submit(directory, timings))
         return t0, at_barrier, at_saved
 
@@ -407,7 +290,10 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
         if self._resumed is not None:
             self._resumed.check(directory)
             self._resumed = None
+        self._numbers.look()
         step = self.state.global_step
+        if self._held_at == step:
+            self._hold(directory)
         timings = self._figures.timings(step) | timings
         submission = self._publisher.submit(
             directory, step=step, timings=timings, load=self._figures.load(), remove=True
@@ -446,18 +332,30 @@ class AdapterSyncGRPOTrainer(AsyncGRPOTrainer):
             raise PublicationFailed(f"another process of this trainer failed: {others}", run=self.run)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        directory, _ = self._save_adapter()  # what the checkpoint holds may be newer than what was published last
-        self._on_main(lambda: self._describe(directory, Path(self._get_output_dir(trial=trial))))
-        super()._save_checkpoint(model, trial)
+        """What it holds was handed over in this very step; where it was not, it is saved once more to be hashed.
 
-    def _describe(self, directory: Path, output: Path) -> None:
+        What it holds is written first: one killed in between leaves no checkpoint that does not say so.
+        """
+        if self._held_at != self.state.global_step:
+            directory, _ = self._save_adapter()
+            self._on_main(lambda: self._hold(directory))
+            shutil.rmtree(directory, ignore_errors=True)
+        place = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        self._on_main(lambda: self._describe(place))
+        save = super()._save_checkpoint
+        self._everywhere(lambda: save(model, trial))
+        self._numbers.look()
+
+    def _hold(self, directory: Path) -> None:
+        epoch = self._publisher.epoch if self._publisher else 0
+        self._held = checkpoint.adapter_in(directory, run=self.run, epoch=epoch)
+
+    def _describe(self, place: Path) -> None:
+        assert self._held is not None  # noqa: S101 - held just before
+        self._held.write(place)
         newest = self._pace.newest
-        published = newest.published(NUMBER_S) if newest and newest.step == self.state.global_step else None
-        held = checkpoint.adapter_in(directory, run=self.run, epoch=self._publisher.epoch if self._publisher else 0)
-        if published is not None and published.digest == held.digest:
-            held = msgspec.structs.replace(held, seq=published.seq)
-        held.write(output / f"checkpoint-{self.state.global_step}")
-        shutil.rmtree(directory, ignore_errors=True)
+        if newest is not None and newest.step == self.state.global_step:
+            self._numbers.want(place, self._held, newest)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         counts = self.counts

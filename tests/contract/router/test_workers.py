@@ -19,6 +19,7 @@ import pytest
 
 from adaptersync.router.workers import reserved
 from adaptersync_core.errors import ConfigError
+from adaptersync_core.events import ReplicaAcked, to_fields
 from support.router_fleet import V1, Fleet
 from support.wait import wait_until
 
@@ -92,10 +93,12 @@ async def _figures(fleet: Fleet) -> dict[str, float]:
         assert answer.status == 200
         lines = (await answer.text()).splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    kinds = ("_total{", "_total ", "_bucket{", "_count ", "_sum ")
+    kinds = ("_total{", "_total ", "_bucket{", "_count{", "_count ", "_sum ")
     return {name: float(value) for name, value in pairs if any(kind in f"{name} " for kind in kinds)}
 
 
+ACKED = ReplicaAcked(version=V1, replica="replica-0", engine_epoch="1", accepted=True, loaded_s=0.5)
+LOADED = 'adaptersync_router_replica_phase_seconds_count{phase="loaded",replica="replica-0"}'
 SERVED = 'adaptersync_router_requests_total{outcome="ok",status="200"}'
 
 
@@ -105,9 +108,11 @@ async def test_workers_share_a_free_port_and_any_of_them_tells_what_all_counted(
         assert len(set(it.urls)) == 1
         await _complete(fleet, 20)
         assert len({row["router"] for row in await fleet.rows(20)}) == 2
+        await fleet.control.command("XADD", fleet.keys.events, "*", *to_fields(ACKED))  # which both could hear of
 
         async def all_told() -> bool:
-            return all([(await _figures(fleet))[SERVED] == 20 for _ in range(8)])
+            told = [await _figures(fleet) for _ in range(8)]
+            return all(each[SERVED] == 20 and each.get(LOADED, 0) == 1 for each in told)
 
         await wait_until(all_told, timeout_s=10.0)
         assert "Traceback" not in it.log.read_text()

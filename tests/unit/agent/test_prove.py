@@ -18,6 +18,7 @@ from adaptersync_core.proof import Proof
 from adaptersync_core.vllm import AUDIT_PARTS, WORKER_EXTENSION, VllmClient
 from adaptersync_tools.simulator.adapter_files import BaseModel
 from adaptersync_tools.simulator.engine import EngineConfig
+from adaptersync_tools.simulator.faults import Faults
 from adaptersync_tools.simulator.http import Simulator, SimulatorConfig, serving
 from support.prover_bench import ProverBench, with_probe
 from support.tiny_model import write_sizes
@@ -45,7 +46,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def beside(
-    model: Path, directory: Path, *, extension: str = WORKER_EXTENSION, door: bool = True, port: int = 0, **engine: Any
+    model: Path,
+    directory: Path,
+    *,
+    extension: str = WORKER_EXTENSION,
+    door: bool = True,
+    port: int = 0,
+    ranks: int = 1,
+    **engine: Any,
 ) -> AsyncIterator[Bench]:
     token_file = directory / "token"
     token_file.write_text("token")
@@ -56,6 +64,7 @@ async def beside(
         ),
         token_file=token_file if door else None,
         worker_extension_cls=extension,
+        ranks=ranks,
     )
     simulator = Simulator(config)
     async with serving(simulator, port=port) as address, VllmClient(address.url, token="token") as client:
@@ -151,6 +160,23 @@ async def test_a_canary_is_good_for_a_time(bench: Bench, monkeypatch: pytest.Mon
     bench.faults(serve_base=True)
     proof = await bench.loaded_and_proved(bench.version(4, scale=0.0))  # whose own answers say nothing
     assert verdicts(proof)[:3] == ("refuted", "refuted", "proved")
+
+
+async def test_every_rank_is_asked(model: Path, tmp_path: Path) -> None:
+    """The second is wrong, and the workers that can be asked what they hold are the first one's."""
+    async with beside(model, tmp_path, ranks=2) as bench:
+        second = bench.simulator.ranks.engines[1]
+        assert verdicts(await bench.loaded_and_proved(bench.version(1)))[:3] == ("proved",) * 3
+        second.faults = Faults(stale=True)
+        proof = await bench.loaded_and_proved(bench.version(2))
+        assert verdicts(proof) == ("refuted", "proved", "proved", "refuted")
+        assert "behaviour: rank 1: answers" in proof.reason
+        second.faults = Faults(serve_base=True)
+        proof = await bench.loaded_and_proved(bench.version(3))
+        assert verdicts(proof)[:2] == ("refuted", "refuted")
+        assert "commissioned: rank 1: canary changed nothing" in proof.reason
+        second.faults = Faults()
+        assert (await bench.loaded_and_proved(bench.version(4))).verdict == "proved"
 
 
 async def test_a_busy_cpu_is_not_asked_for_the_canary_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

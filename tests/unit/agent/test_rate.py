@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from adaptersync.agent.rate import KEEP, LEAST, LEAST_EACH, Rate
-from adaptersync_core.vllm import Prefills, VllmClient
+from adaptersync_core.vllm import VllmClient
+from adaptersync_core.vllm_metrics import Prefills
 
 
 def counters(computed: float, requests: float, tokens: float, seconds: float, ranks: int = 1) -> Prefills:

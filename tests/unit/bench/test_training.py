@@ -13,8 +13,17 @@ import pytest
 from adaptersync_core.errors import ConfigError
 from adaptersync_core.rollouts import Row
 from adaptersync_tools.bench import training
-from adaptersync_tools.bench.alike import difference, thirds
-from adaptersync_tools.bench.training import Ran, Settings, TrainingResult, Way, alternated, astray, compared
+from adaptersync_tools.bench.equivalence import difference, thirds
+from adaptersync_tools.bench.training import (
+    Ran,
+    Settings,
+    TrainingResult,
+    Way,
+    alternated,
+    compared,
+    unnumbered,
+    wrong_version,
+)
 from adaptersync_tools.bench.training_report import show_more
 from adaptersync_tools.supervisor import StackFailed
 
@@ -34,13 +43,25 @@ def lines(seed: int, *, shift: float = 0.0, rise: float = 0.4, **changes: float)
     return tuple(made)
 
 
-def rarely(steps: tuple[dict[str, Any], ...], sync_s: float) -> tuple[dict[str, Any], ...]:
-    """One step in ten waits so long for the fleet."""
-    return tuple({**step, "sync_s": sync_s} if step["step"] % 10 == 0 else step for step in steps)
+def rarely(steps: tuple[dict[str, Any], ...], more_s: float, *, waits: bool) -> tuple[dict[str, Any], ...]:
+    """The sync of one step in ten takes so much longer; `waits`: for the fleet."""
+    return tuple(
+        {**step, "sync_s": step["sync_s"] + more_s, "promotion_wait_s": more_s if waits else 0.0}
+        if step["step"] % 10 == 0
+        else step
+        for step in steps
+    )
 
 
 def ran(way: Way, seed: int, **changes: Any) -> Ran:
-    known: dict[str, Any] = {"steps": lines(seed), "pauses": 0, "astray": 0, "substituted": 0, "answers": 9}
+    known: dict[str, Any] = {
+        "steps": lines(seed),
+        "pauses": 0,
+        "wrong_version": 0,
+        "substituted": 0,
+        "unnumbered": 0,
+        "answers": 9,
+    }
     if way == "TRL":
         steps = lines(seed + 100, sync_s=0.3, pause_s=0.05)
         known = {"steps": steps, "pauses": STEPS + 1}
@@ -61,7 +82,7 @@ def test_the_same_training_keeps_everything() -> None:
     assert broken(found) == []
     assert [(part.first, part.last) for part in found.parts] == [(1, 10), (11, 20), (21, 30)]
     told = found.told["TRL"]
-    assert (told.pauses, told.syncs, told.astray) == (2 * (STEPS + 1), 2 * (STEPS + 1), None)
+    assert (told.pauses, told.syncs, told.wrong_version) == (2 * (STEPS + 1), 2 * (STEPS + 1), None)
     assert told.paused_s == pytest.approx(0.25)
     assert told.other_s == pytest.approx(0.2)
     assert found.told["adaptersync"].paused_s == 0.0
@@ -78,11 +99,27 @@ def test_the_same_training_keeps_everything() -> None:
         ({"steps": lambda seed: lines(seed, shift=0.08)}, ["reward"] * 3),  # better is not the same either
         ({"steps": lambda seed: lines(seed, ratio=1.02)}, ["distance of the ratio"]),
         ({"steps": lambda seed: lines(seed, ratio=0.98)}, ["distance of the ratio"]),
-        ({"steps": lambda seed: lines(seed, sync_s=0.15)}, ["median sync of ours"]),
-        ({"steps": lambda seed: lines(seed, sync_s=0.31)}, ["median sync of ours", "mean sync, waits included"]),
-        ({"steps": lambda seed: rarely(lines(seed), 3.0)}, ["mean sync, waits included"]),  # the median hides it
+        ({"steps": lambda seed: lines(seed, sync_s=0.15)}, ["median sync of ours", "mean sync of ours, its waits"]),
+        (
+            {"steps": lambda seed: lines(seed, sync_s=0.31)},
+            ["median sync", "mean sync of ours, its waits", "mean sync of ours beside", "mean sync, waits included"],
+        ),
+        # the median hides what is rare
+        (
+            {"steps": lambda seed: rarely(lines(seed), 3.0, waits=True)},
+            ["mean sync of ours beside", "mean sync, waits included"],
+        ),
+        ({"steps": lambda seed: rarely(lines(seed), 0.2, waits=False)}, ["mean sync of ours, its waits"]),
+        # waits hide behind a save that is shorter than TRL's
+        (
+            {"steps": lambda seed: rarely(lines(seed, sync_s=0.02, save_s=0.02), 2.4, waits=True)},
+            ["mean sync of ours beside"],
+        ),
         ({"pauses": lambda _: 1}, ["pauses of our fleet"]),
-        ({"astray": lambda _: 1}, ["answers of another version"]),
+        ({"wrong_version": lambda _: 1}, ["answers of another version"]),
+        ({"wrong_version": lambda _: None}, ["answers of another version"]),  # nobody looked
+        ({"substituted": lambda _: 1}, ["answers that stand for another"]),
+        ({"unnumbered": lambda _: 1}, ["requests that asked for no version"]),
     ],
 )
 def test_each_difference_breaks_what_is_promised(changes: dict[str, Callable[[int], Any]], names: list[str]) -> None:
@@ -171,8 +208,9 @@ def test_answers_of_another_version_are_counted() -> None:
         row("bench@v7", "other-v7-0123456789ab"),
         row("bench@v7", "base"),
     ]
-    assert astray(fine) == 0
-    assert astray([*fine, *wrong]) == len(wrong)
+    assert wrong_version(fine) == 0
+    assert wrong_version([*fine, *wrong]) == len(wrong)
+    assert unnumbered([*fine, row("bench", "", outcome="engine_unavailable")]) == 3
 
 
 def test_both_ways_are_shown_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,3 +221,5 @@ def test_both_ways_are_shown_side_by_side(capsys: pytest.CaptureFixture[str]) ->
     assert found["trainer blocked by its sync, ms"][-2:] == ["100", "300"]
     assert found["pauses"] == ["pauses", "0", "in", "62", "syncs", "62", "in", "62", "syncs"]
     assert found["answers of another version"][-3:] == ["0", "nobody", "looks"]
+    assert found["beside its save, ms"][-2:] == ["0", "200"]
+    assert found["requests without a version's number"][-3:] == ["0", "nobody", "looks"]

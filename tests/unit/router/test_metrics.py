@@ -36,6 +36,7 @@ NAMES = {
     "prompt_tokens": "counter",
     "prompts": "counter",
     "ready": "gauge",
+    "replica_phase_seconds": "histogram",
     "requests": "counter",
     "retries": "counter",
     "route_seconds": "histogram",
@@ -43,6 +44,7 @@ NAMES = {
     "table_age_seconds": "gauge",
     "table_generation": "gauge",
     "total_seconds": "histogram",
+    "version_phase_seconds": "histogram",
 }
 
 

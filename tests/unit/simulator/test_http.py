@@ -243,6 +243,22 @@ async def test_latency_model_adds_up() -> None:
         assert 0.056 < second < first  # 64 of the 70 are cached now
 
 
+async def test_more_sequences_than_decode_at_full_rate_share_it() -> None:
+    async with running(latency=Latency(decode_tokens_per_s=100, full_rate_seqs=2)) as client:
+        start = time.monotonic()
+        calls = [asyncio.create_task(client.complete(max_tokens=11)) for _ in range(4)]
+        longer = asyncio.create_task(client.complete(max_tokens=31))
+        await asyncio.gather(*calls)
+        assert time.monotonic() - start > 0.249  # 10 / 100, at two fifths of the rate
+        assert (await longer)[0] == 200
+        assert 0.449 < time.monotonic() - start < 0.74  # then alone: the other 20 at 100 a second
+        _, text = await client.get("/metrics")
+        told = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if "{" in line}
+        assert told["vllm:inter_token_latency_seconds_count"] == 4 * 10 + 30
+        spent_s = told["vllm:inter_token_latency_seconds_sum"]
+        assert spent_s == pytest.approx(told["vllm:request_decode_time_seconds_sum"], abs=0.05)
+
+
 def test_the_process_starts_fast_and_stops_cleanly(tmp_path: Path) -> None:
     model = write_sizes(tmp_path / "model")
     with simulator_process(tmp_path, model) as engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,11 @@ from support.publications import FakePublisher
 @pytest.fixture(scope="session")
 def trl() -> ModuleType:
     return trainers.load_trl()
+
+
+@pytest.fixture(scope="session")
+def process(trl: ModuleType) -> ModuleType:
+    return importlib.import_module("adaptersync.trainer.rollout_process")
 
 
 @pytest.fixture(scope="session")

@@ -45,6 +45,7 @@ def test_a_withdrawn_version_gives_way_to_the_promoted_one(status: int) -> None:
     assert verdict(Answer(status=status), promoted=8) is Verdict.REPIN
     assert verdict(Answer(status=status), promoted=6) is Verdict.REPIN  # voided: the one before is served again
     assert verdict(Answer(status=status), promoted=ASKED) is Verdict.RETRY  # the news is still on its way
+    assert verdict(Answer(status=status), promoted=0) is Verdict.RETRY  # nothing is served: a version may come
 
 
 def test_what_a_version_wrote_while_it_was_found_bad_is_not_trained_on() -> None:

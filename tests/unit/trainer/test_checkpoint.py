@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -64,6 +65,19 @@ def test_it_reads_what_it_wrote_and_what_was_written_before_there_was_a_digest(t
         checkpoint.read(tmp_path)
 
 
+def test_one_that_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = adapter_in(small_adapter(tmp_path / "adapter"), run=RUN, epoch=3, seq=5)
+    held.write(tmp_path)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        Checkpoint(run=RUN, epoch=4, seq=0, digest="").write(tmp_path)
+    assert checkpoint.read(tmp_path) == held
+
+
 def test_the_order_of_sets_is_the_same_in_every_process(tmp_path: Path) -> None:
     one, two = (
         changed(small_adapter(tmp_path / f"{number}"), target_modules=modules)
@@ -102,7 +116,27 @@ def test_a_checkpoint_says_which_version_it_holds(make_trainer: Callable[..., An
     weights = (saved_by(made) / WEIGHTS_FILE).read_bytes()
     assert state["weights"] == sha256(weights).hexdigest()  # the checkpoint's own
     assert publisher.published[2].files[WEIGHTS_FILE] == weights
-    assert not list(made._outgoing.iterdir())  # what was saved to be hashed, and what was handed over
+    assert not list(made._outgoing.iterdir())  # what was handed over
+    assert made._saves == len(publisher.published)  # and nothing was gathered and saved twice
+
+
+@marked
+def test_a_checkpoint_waits_for_no_number_and_gets_it_later(make_trainer: Callable[..., Any]) -> None:
+    """The store is slow, or Redis away: the version of the checkpoint's step is published one step later."""
+    from transformers import TrainerCallback
+
+    publisher = FakePublisher()
+    publisher.on_their_way.add(3)
+    made = make_trainer(publisher)
+    numbers: list[int] = []
+
+    class Looks(TrainerCallback):  # type: ignore[misc]
+        def on_save(self, *_: Any, **__: Any) -> None:
+            numbers.append(json.loads((saved_by(made) / "adaptersync.json").read_bytes())["seq"])
+
+    made.add_callback(Looks())
+    made.train()
+    assert numbers == [0, 3]
 
 
 @marked
@@ -113,6 +147,7 @@ def test_between_two_syncs_a_checkpoint_holds_what_was_never_published(make_trai
     state = json.loads((saved_by(made) / "adaptersync.json").read_bytes())
     assert [one.step for one in publisher.published] == [0, 3]
     assert state["seq"] == 0
+    assert not list(made._outgoing.iterdir())  # what was saved to be hashed, and what was handed over
     assert state["weights"] == sha256((saved_by(made) / WEIGHTS_FILE).read_bytes()).hexdigest()
 
 

@@ -95,6 +95,19 @@ async def test_none_is_begun_on_a_version_that_is_too_old_already() -> None:
         await ended(task)
 
 
+@pytest.mark.parametrize("oldest", [0, 1])
+async def test_none_is_begun_while_nothing_is_served(oldest: int) -> None:
+    async with watched(Rollouts()) as rollouts:
+        rollouts.told.value, rollouts.told.oldest = 0, oldest
+        task = rollouts.hold()
+        await asyncio.sleep(0.05)
+        assert rollouts.asked == []
+        rollouts.told.value = 2
+        await wait_until(lambda: rollouts.asked == [2])
+        rollouts.go.set()
+        await ended(task)
+
+
 async def test_what_a_part_was_written_by_counts_not_what_is_asked_now() -> None:
     conversation = Conversation(asks=5)
     assert conversation.counts_as == 5

@@ -87,7 +87,7 @@ def of(seq: int, *requests: str, tokens: int = 3, dropped: tuple[tuple[str, str]
 
 async def test_samples_say_what_becomes_of_them(registry: Registry) -> None:
     publisher, rollouts = FakePublisher(), RolloutFates()
-    pace: Pace[FakePublication] = Pace(lambda: publisher.current_seq, max_staleness=1, timeout_s=1)
+    pace = Pace(lambda: publisher.current_seq, max_staleness=1, timeout_s=1)
     for sync in (1, 2, 3):
         pace.submitted(sync, FakePublication(publisher, sync))
     held: queue.Queue[Any] = queue.Queue()

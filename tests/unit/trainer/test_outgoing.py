@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptersync.trainer.outgoing import LONGEST_REST_S, Outgoing, Verdict, judge
+from adaptersync.trainer.outgoing import LONGEST_REST_S, Disposition, Outgoing, disposition
 from adaptersync_core.errors import (
     AdapterInvalid,
     AdapterSyncError,
@@ -32,22 +32,22 @@ def outgoing(*items: int) -> Outgoing[int]:
 
 
 @pytest.mark.parametrize(
-    ("error", "verdict"),
+    ("error", "wanted"),
     [
-        (AWAY, Verdict.RETRY),
-        (StoreError("disk is full"), Verdict.RETRY),
-        (StoreGone("mount is gone"), Verdict.RETRY),
-        (NameTaken("name stands for something else"), Verdict.RETRY),
-        (OSError(28, "No space left on device"), Verdict.RETRY),
-        (INVALID, Verdict.SKIP),
-        (Fenced("a newer trainer has begun this run"), Verdict.END),
-        (PublicationFailed("publisher is closed"), Verdict.END),
-        (TypeError("a mistake"), Verdict.END),
+        (AWAY, Disposition.RETRY),
+        (StoreError("disk is full"), Disposition.RETRY),
+        (StoreGone("mount is gone"), Disposition.RETRY),
+        (NameTaken("name stands for something else"), Disposition.RETRY),
+        (OSError(28, "No space left on device"), Disposition.RETRY),
+        (INVALID, Disposition.SKIP),
+        (Fenced("a newer trainer has begun this run"), Disposition.END),
+        (PublicationFailed("publisher is closed"), Disposition.END),
+        (TypeError("a mistake"), Disposition.END),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value.value,
 )
-def test_what_can_pass_is_tried_again_and_what_cannot_is_not(error: Exception, verdict: Verdict) -> None:
-    assert judge(error) is verdict
+def test_what_can_pass_is_tried_again_and_what_cannot_is_not(error: Exception, wanted: Disposition) -> None:
+    assert disposition(error) is wanted
 
 
 def test_one_is_under_way_and_the_newest_waits() -> None:
@@ -64,7 +64,7 @@ def test_one_is_under_way_and_the_newest_waits() -> None:
 def test_what_failed_is_tried_again_after_ever_longer_rests() -> None:
     queue, now, rests = outgoing(1), 0.0, []
     for _ in range(8):
-        assert queue.failed(AWAY, now) is Verdict.RETRY
+        assert queue.failed(AWAY, now) is Disposition.RETRY
         assert queue.take(now) is None
         rest = queue.rest_s(now)
         assert rest is not None
@@ -86,20 +86,20 @@ def test_a_newer_one_takes_the_place_of_one_that_failed_and_begins_without_rest(
     assert resting.put(2) == 1
     assert resting.rest_s(0.0) is None
     assert resting.take(0.0) == 2
-    assert resting.failed(AWAY, 0.0) is Verdict.RETRY
+    assert resting.failed(AWAY, 0.0) is Disposition.RETRY
     assert resting.rest_s(0.0) == 1  # its own first rest
 
 
 def test_what_the_fleet_could_not_serve_is_skipped_and_the_next_is_taken() -> None:
     queue = outgoing(1, 2)
-    assert queue.failed(INVALID, 0.0) is Verdict.SKIP
+    assert queue.failed(INVALID, 0.0) is Disposition.SKIP
     assert queue.take(0.0) == 2
 
 
 def test_after_another_trainer_began_nothing_is_taken_and_whoever_submits_hears_why() -> None:
     queue = outgoing(1, 2)
     fenced = Fenced("a newer trainer has begun this run")
-    assert queue.failed(fenced, 0.0) is Verdict.END
+    assert queue.failed(fenced, 0.0) is Disposition.END
     assert queue.take(0.0) is None
     with pytest.raises(Fenced):
         queue.put(3)
@@ -128,8 +128,8 @@ def test_whatever_happens_order_is_kept_and_each_comes_to_one_end(moves: list[st
                 ends.append(busy)
                 busy = None
             case "away" | "invalid" if busy is not None:
-                verdict = queue.failed(Trouble("?") if move == "away" else INVALID, now)
-                ends += [busy] if verdict is not Verdict.RETRY else []
+                found = queue.failed(Trouble("?") if move == "away" else INVALID, now)
+                ends += [busy] if found is not Disposition.RETRY else []
                 busy = None
             case "rest":
                 now += 100.0

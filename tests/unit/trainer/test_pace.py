@@ -21,7 +21,7 @@ class Trainer:
         self.now = 0.0
         self.clock = clock
         self.publisher = publisher
-        self.pace: Pace[FakePublication] = Pace(
+        self.pace = Pace(
             lambda: publisher.current_seq, max_staleness=max_staleness, timeout_s=30.0, monotonic=lambda: self.now
         )
 
@@ -107,14 +107,17 @@ def test_superseded_versions_are_counted_and_not_missed() -> None:
     assert (trainer.pace.counts.promoted, trainer.pace.counts.superseded) == (2, 1)
 
 
-def test_silence_at_the_end_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
-    publisher = FakePublisher(fates={2: "silence"})
+@pytest.mark.parametrize(("fate", "why"), [("silence", "no outcome in"), ("fenced", "a newer trainer has begun")])
+def test_what_ends_before_the_last_outcome_is_known_is_logged_and_not_raised(
+    caplog: pytest.LogCaptureFixture, fate: str, why: str
+) -> None:
+    publisher = FakePublisher(fates={2: fate})
     trainer = Trainer(publisher, 2)
     trainer.sync()
     trainer.sync()
     with caplog.at_level(logging.WARNING):
         trainer.pace.settle()
-    assert "has not decided" in caplog.text
+    assert f"what became of its last versions is not known: {why}" in caplog.text
 
 
 # the two clocks

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import sys
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -95,6 +97,36 @@ def test_a_trainer_is_not_what_it_was_made_without(
     seams: ModuleType, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a constructor leaves behind is seen only once it has run."""
-    monkeypatch.setattr(seams, "LEAVES", (*seams.LEAVES, "weight_plane"))
+    monkeypatch.setitem(seams.LEAVES, seams.AsyncGRPOTrainer, ("rollout_worker", "weight_plane"))
     with pytest.raises(ConfigError, match=rf"has no AdapterSyncGRPOTrainer\(\)\.weight_plane; {INSTALL}"):
         make_trainer(FakePublisher())
+
+
+@pytest.mark.parametrize("name", ["rollout_buffer", "metrics_queue", "_stop_event_mp"])
+def test_a_rollout_worker_without_what_is_used_of_it_is_refused_before_anything_is_trained(
+    seams: ModuleType, make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Some of it is looked at when training has ended, and what was trained would be lost."""
+    init = seams.AsyncRolloutWorker.__init__
+
+    def another(self: Any, **given: Any) -> None:
+        init(self, **given)
+        delattr(self, name)
+
+    monkeypatch.setattr(seams.AsyncRolloutWorker, "__init__", another)
+    with pytest.raises(ConfigError, match=rf"has no RolloutWorker\(\)\.{name}; {INSTALL}"):
+        make_trainer(FakePublisher(), rollout_worker=None)
+
+
+def test_so_is_a_rollout_loop_as_its_process_starts(
+    process: ModuleType, seams: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def another(self: Any, **_: Any) -> None:
+        self.session = self.vllm_server_url = self.lora_name = self.environment_factories = None
+        self._model_version_value = None
+
+    monkeypatch.setattr(seams._AsyncRolloutLoop, "__init__", another)
+    arguments = tmp_path / "arguments"
+    arguments.write_bytes(pickle.dumps({}))
+    with pytest.raises(ConfigError, match=rf"has no RolloutLoop\(\)\._counters; {INSTALL}"):
+        process.RolloutLoop(arguments=str(arguments))

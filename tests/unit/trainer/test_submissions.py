@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -196,6 +198,41 @@ def test_closing_does_not_wait_for_ever_and_says_what_it_gave_up(
         with pytest.raises(PublicationFailed, match="publisher is closed"):
             one.wait(1)
     assert "adapter of step 2 is given up" in caplog.text
+
+
+@pytest.mark.parametrize("fails", [[], [AWAY], [AdapterInvalid("not finite")]], ids=["late", "away", "bad"])
+def test_what_is_given_up_while_it_is_read_is_removed_once_it_is_not(
+    publish: Publishing, submitter: Submitter, submit: Callable[[int], Submission], fails: list[Exception]
+) -> None:
+    publish.go.clear()
+    publish.fails = list(fails)
+    one = submit(1)
+    assert publish.began.acquire(timeout=20)
+    submitter.close(0.05)
+    with pytest.raises(PublicationFailed, match="publisher is closed"):
+        one.wait(1)
+    assert one.directory.exists()
+    publish.go.set()
+    wait_until_sync(lambda: not one.directory.exists())
+    assert publish.done == ([] if fails else [1])
+    assert (one.publication, one.outcome) == (None, None)
+
+
+def test_of_two_ends_at_once_the_first_counts(tmp_path: Path) -> None:
+    both_looked = threading.Barrier(2)
+
+    class Looked(Future[Publication | Outcome]):
+        def done(self) -> bool:
+            done = super().done()
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both_looked.wait(0.1)
+            return done
+
+    one = Submission(tmp_path)
+    one._published = Looked()
+    with ThreadPoolExecutor(2) as threads:
+        ends = [threads.submit(one.end, Outcome(state="failed")), threads.submit(one.end, PublicationFailed("closed"))]
+    assert [end.exception() for end in ends] == [None, None]
 
 
 def test_closing_gives_up_what_keeps_failing(

@@ -22,12 +22,14 @@ _ROWS: tuple[tuple[str, Callable[[Told], str]], ...] = (
     ("step, ms", lambda side: milliseconds(side.step_s)),
     ("trainer blocked by its sync, ms", lambda side: milliseconds(side.sync_s)),
     ("of which the save, ms", lambda side: milliseconds(side.save_s)),
-    ("of which waiting for the fleet, ms", lambda side: milliseconds(side.promotion_wait_s) or "all else"),
+    ("beside its save, ms", lambda side: milliseconds(side.other_s)),
+    ("of that waiting for the fleet, ms", lambda side: milliseconds(side.promotion_wait_s) or "pause, load, resume"),
     ("pauses", lambda side: f"{side.pauses} in {side.syncs} syncs"),
     ("servers paused, ms", lambda side: milliseconds(side.paused_s)),
     ("samples dropped as too old", lambda side: str(side.dropped)),
-    ("answers of another version", lambda side: _count(side.astray)),
+    ("answers of another version", lambda side: _count(side.wrong_version)),
     ("answers substituted", lambda side: _count(side.substituted)),
+    ("requests without a version's number", lambda side: _count(side.unnumbered)),
 )
 
 

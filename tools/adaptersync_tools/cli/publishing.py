@@ -23,7 +23,9 @@ from adaptersync.trainer.watch import News, Watch
 from adaptersync_core.base_model import base_shapes
 from adaptersync_core.errors import AdapterInvalid, ConfigError, PublicationFailed
 from adaptersync_core.fitness import Finding, examine
-from adaptersync_core.manifest import AdapterShape, check_against_base, inspect
+from adaptersync_core.identity import check_run
+from adaptersync_core.manifest import AdapterShape
+from adaptersync_core.registry import Registry
 from adaptersync_core.telemetry import configure_logging
 from adaptersync_tools.cli.common import config_option, json_option, settings, timeout_option, visit
 from adaptersync_tools.output import console, print_json, state
@@ -78,9 +80,10 @@ def publish(
     What the fleet could not serve is refused before it is announced: DoRA, modules_to_save, trained embeddings and
     biases, names that vLLM would ignore, a rank above the limit of half of the ready replicas. --check lists all of it.
 
-    A trainer of the run that is still going can publish no more. What this command publishes, call after call, shares
-    a window: `adaptersync rollback` finds the version before. Exit status 0 when the version became current (with
-    --no-wait: when it is announced), 1 when it did not. With --check: 0 when the fleet can serve it, 65 when not.
+    Once it is not refused, a trainer of the run that is still going can publish no more. What this command publishes,
+    call after call, shares a window: `adaptersync rollback` finds the version before. Exit status 0 when the version
+    became current (with --no-wait: when it is announced), 1 when it did not. With --check: 0 when the fleet can serve
+    it, 65 when not.
 
     \b
     Examples:
@@ -96,9 +99,14 @@ def publish(
         raise click.UsageError("Missing option '--run'")
     out = console()
     config = settings(config_path)
+    check_run(run, base_model=config.group.base_model)
+    # before there is a publisher, which takes the run from its trainer
+    reports, base = visit(config, Registry.ready), _weights(base_model)
+    _, findings = examine(directory, base=base, reports=reports)
+    for finding in findings:
+        if finding.level == "error":
+            raise finding.refusal()
     with AdapterPublisher(config, run=run, incarnation=SHELL) as publisher:
-        if base_model is not None:
-            check_against_base(inspect(directory), _weights(base_model))
         publication = publisher.publish(directory, step=step)
         if not as_json:
             out.print(Text.assemble("published ", (publication.adapter_id, "bold")))
@@ -115,8 +123,8 @@ def publish(
 
 
 def _check(directory: Path, config_path: Path | None, *, as_json: bool, base_model: Path | None, offline: bool) -> int:
-    reports = {} if offline else visit(settings(config_path), lambda registry: registry.ready())
-    base = _weights(base_model) if base_model is not None else {}
+    reports = {} if offline else visit(settings(config_path), Registry.ready)
+    base = _weights(base_model)
     shape, findings = examine(directory, base=base, reports=reports)
     fit = all(finding.level != "error" for finding in findings)
     if as_json:
@@ -130,7 +138,9 @@ def _check(directory: Path, config_path: Path | None, *, as_json: bool, base_mod
     return 0 if fit else AdapterInvalid.exit_code
 
 
-def _weights(base_model: Path) -> dict[str, tuple[int, ...]]:
+def _weights(base_model: Path | None) -> dict[str, tuple[int, ...]]:
+    if base_model is None:
+        return {}
     if not (shapes := base_shapes(base_model.absolute())):
         raise ConfigError("no weights of a base model are there", next_step="give its directory", path=str(base_model))
     return shapes
@@ -197,7 +207,7 @@ def watch(
     published again. What was published before a restart is not, and directories may be deleted at any time.
 
     Runs until SIGTERM or Ctrl-C. With --once it ends when nothing is left to do (--timeout bounds that): with status 0,
-    or 1 when a directory was bad or a version did not become current.
+    or 1 when a directory was bad or a version was refused. One that gave way to a newer one was not.
 
     \b
     Examples:

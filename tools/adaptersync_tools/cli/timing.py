@@ -25,7 +25,7 @@ from adaptersync.coordinator.phases import (
 from adaptersync.coordinator.views import duration
 from adaptersync_core.errors import NameInvalid
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.records import Served
+from adaptersync_core.records import ReplicaReport, RequestTimes
 from adaptersync_core.registry import Registry
 from adaptersync_core.rollouts import dated
 from adaptersync_tools import bottleneck as limits
@@ -47,12 +47,12 @@ last_option = click.option(
 
 
 class Found(Struct, kw_only=True):
-    """What was kept of a run's newest versions, oldest first; `served` by replica."""
+    """What was kept of a run's newest versions, oldest first; `replicas` are what agents say of theirs."""
 
     manifests: list[Manifest]
     versions: list[VersionPhases]
     rollouts: Rollouts
-    served: dict[str, Served]
+    replicas: dict[str, ReplicaReport]
 
 
 class Phases(Struct, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ class Phases(Struct, frozen=True, kw_only=True):
     version: VersionPhases
     shares: list[Share]
     rollouts: list[RolloutPhases]
-    engines: dict[str, Served]
+    engines: dict[str, RequestTimes]
     trainer: dict[str, float]
 
 
@@ -97,7 +97,7 @@ def phases(run: str, version: str | None, config_path: Path | None, as_json: boo
         version=shown,
         shares=shares(found.versions),
         rollouts=found.rollouts.phases(),
-        engines={name: served for name, served in found.served.items() if served.requests},
+        engines={name: each.request_times for name, each in found.replicas.items() if each.request_times.requests},
         trainer=told.timings | told.load,
     )
     if as_json:
@@ -115,13 +115,15 @@ def bottleneck(run: str, config_path: Path | None, as_json: bool, last: int) -> 
     """Say which side limits RUN, by which evidence, and what to change first.
 
     Judged by its newest versions: what their trainer says of its steps, syncs and waits, how long rollouts were held
-    for a version, and whether requests queue in engines. The verdict may be that this is not enough evidence.
+    for a version, whether requests queue in engines, and whether these decoded more when they had more at once. The
+    verdict may be that this is not enough evidence.
 
     \b
     trainer        samples are there before it is
     sync           training, or rollouts, wait for versions
     generation     the trainer waits for rollouts, and engines do what they can
-    in-flight      it waits for them, and engines could do more at once
+    in-flight      it waits for them, and engines do more when they have more at once
+    generation or in-flight: one of the two; engines were seen with too little else at once to tell
     balanced       nothing stands out
     Examples:
       adaptersync bottleneck my-run
@@ -129,10 +131,10 @@ def bottleneck(run: str, config_path: Path | None, as_json: bool, last: int) -> 
     """
     config = settings(config_path)
     found = visit(config, lambda registry: _read(registry, run, last, None), timeout_s=READ_S)
-    figures = limits.figures(found.manifests, found.versions, found.rollouts, found.served.values())
-    verdict = limits.judge(figures)
+    evidence = limits.evidence(found.manifests, found.versions, found.rollouts, list(found.replicas.values()))
+    verdict = limits.judge(evidence)
     if as_json:
-        print_json({"run": run, "verdict": verdict, "figures": figures})
+        print_json({"run": run, "verdict": verdict, "evidence": evidence})
         return
     out = console()
     style = {"unknown": "bold yellow", "balanced": "bold green"}.get(verdict.limit)
@@ -172,7 +174,7 @@ async def _read(registry: Registry, run: str, last: int, version: str | None) ->
         manifests=manifests,
         versions=[each for each in versions if each is not None],
         rollouts=rollouts,
-        served={name: seen.report.served for name, seen in sorted(replicas.items())},
+        replicas={name: seen.report for name, seen in sorted(replicas.items())},
     )
 
 
@@ -262,8 +264,8 @@ AFTER = {
 }
 
 
-def _spent(served: Served) -> tuple[float, float, float]:
-    return served.queue_s, served.prefill_s, served.decode_s
+def _spent(times: RequestTimes) -> tuple[float, float, float]:
+    return times.queue_s, times.prefill_s, times.decode_s
 
 
 def _waterfall(version: VersionPhases, columns: int) -> Any:

@@ -56,7 +56,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Phases at the replicas", text="95 % of versions were faster.", unit="s",
-            queries={"{{phase}}": _quantile(0.95, f"{A}phase_seconds", ", phase")},
+            queries={"{{phase}}": _quantile(0.95, f"{R}replica_phase_seconds", ", phase")},
         ),
         Panel(
             title="Decisions", text="A minute, by the events they made.",

@@ -51,6 +51,7 @@ def _lines(scheduler: Scheduler, rank: int) -> Iterator[str]:
     yield from histogram("vllm:request_queue_time_seconds", counts["ended"], scheduler.queue_s)
     yield from histogram("vllm:request_prefill_time_seconds", counts["ended"], scheduler.prefill_s)
     yield from histogram("vllm:request_decode_time_seconds", counts["ended"], scheduler.decode_s)
+    yield from histogram("vllm:inter_token_latency_seconds", *scheduler.decoded)
     yield from histogram("vllm:request_prefill_kv_computed_tokens", counts["ended"], counts["ended_computed"])
     yield from counter("vllm:prompt_tokens_cached", counts["prefix_cache_hits"])
     yield from counter("vllm:generation_tokens", counts["generation_tokens"])

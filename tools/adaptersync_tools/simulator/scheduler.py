@@ -1,9 +1,9 @@
 """When things happen in a simulated vLLM: admission, prefill, decoding, pauses, freezes and death.
 
 The only module with time in it. The latency model is coarse on purpose: prefills and adapter loads queue for the
-engine one after the other; each running sequence decodes at a fixed rate of its own, held up by loads (vLLM reads
-adapters on the engine's loop) and not by prefills. Blocks are promised to the end of a sequence, so nothing is ever
-preempted. It knows no HTTP.
+engine one after the other; each running sequence decodes at a fixed rate of its own, slower only where more do than the
+engine can at that rate. Loads hold it up (vLLM reads adapters on the engine's loop) and prefills do not. Blocks are
+promised to the end of a sequence, so nothing is ever preempted. It knows no HTTP.
 """
 
 import asyncio
@@ -19,10 +19,14 @@ from adaptersync_tools.simulator.kv_wire import KVEvent
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """0 means that it takes no time."""
+    """0 means that it takes no time.
+
+    Up to `full_rate_seqs` sequences decode at their full rate at once; more share what those would. 0: any number does.
+    """
 
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
+    full_rate_seqs: int = 0
     load_s: float = 0.0
 
 
@@ -40,7 +44,9 @@ class Job:
         self.first_token_at = 0.0
         self.computed = 0  # tokens of the prompt that were not cached
         self.prefill_s = 0.0
-        self.held_s = 0.0  # time lost to pauses, freezes and loads since admission
+        self.held_s = 0.0  # time lost to pauses, freezes, loads and other sequences since admission
+        self.decoding_since = 0.0
+        self.decoded = 0  # tokens after the first, as far as they were counted
         self.signal = asyncio.Event()
 
     @property
@@ -79,6 +85,9 @@ class Scheduler:
         self._draining: set[Job] = set()
         self._drained = asyncio.Event()
         self._busy_until = 0.0
+        self._decoding: set[Job] = set()
+        self._shared_at = 0.0  # up to then, sequences were charged for each other
+        self._decoded = (0, 0.0)
 
     @property
     def frozen(self) -> bool:
@@ -95,6 +104,19 @@ class Scheduler:
     @property
     def deferred(self) -> int:
         return sum(not self.engine.slot_for(job.request.lora) for job in self._waiting)
+
+    @property
+    def decoded(self) -> tuple[int, float]:
+        """Tokens after first ones, and the sum of the times between each and the one before it. Neither goes down."""
+        self._share()
+        tokens, seconds = self._decoded
+        for job in self._decoding:
+            job.decoded = max(
+                job.decoded, min(self._due(job), len(job.running.spoken.tokens) if job.running else 0) - 1
+            )
+            tokens += job.decoded
+            seconds += self._time() - job.decoding_since
+        return tokens, seconds
 
     async def engine_reached(self) -> None:
         """Wait like a call that goes to the engine core: for ever while frozen, in vain when dead."""
@@ -139,6 +161,9 @@ class Scheduler:
             running, total = job.running, len(job.running.spoken.tokens)
             if not await self._until_time(job, job.first_token_at):
                 return
+            self._share()
+            self._decoding.add(job)
+            job.decoding_since = self._time()
             self.counts["prompt_tokens"] += len(job.request.prompt)
             self.counts["prompt_tokens_computed"] += job.computed
             while job.said < total and not job.aborted:
@@ -214,6 +239,7 @@ class Scheduler:
 
     def _stop_clock(self) -> None:
         if not self.frozen and not self._kept:
+            self._share()
             self._stopped_at = self._time()
 
     def _start_clock(self) -> None:
@@ -221,6 +247,7 @@ class Scheduler:
             return
         lost = self._time() - self._stopped_at
         self._busy_until += lost
+        self._shared_at = self._time()
         for job in self._jobs:
             if job.running is not None:
                 job.held_s += lost
@@ -265,6 +292,13 @@ class Scheduler:
 
     def _leave(self, job: Job) -> None:
         self._jobs.discard(job)
+        if job in self._decoding:
+            self._share()
+            self._decoding.remove(job)
+            tokens, seconds = self._decoded
+            self._decoded = tokens + max(job.decoded, job.said - 1), seconds + self._time() - job.decoding_since
+            for other in self._decoding if self.latency.full_rate_seqs else ():
+                other.signal.set()  # it is faster from here on
         self._draining.discard(job)
         self._drained.set()
         if job in self._waiting:
@@ -284,6 +318,21 @@ class Scheduler:
         if events := self.engine.take_events():
             self._publish(events)
 
+    def _share(self) -> None:
+        """Charge those who decode for each other, up to now."""
+        now, since = self._time(), self._shared_at
+        if now <= since or self.frozen or self._kept:
+            return
+        self._shared_at = now
+        for job in self._decoding if self._speed < 1.0 else ():
+            job.held_s += (now - since) * (1.0 - self._speed)
+
+    @property
+    def _speed(self) -> float:
+        """Of each sequence, as a part of its full rate."""
+        most = self.latency.full_rate_seqs
+        return min(1.0, most / len(self._decoding)) if most and self._decoding else 1.0
+
     def _said_at(self, job: Job, tokens: int) -> float:
         rate = self.latency.decode_tokens_per_s
         return job.first_token_at + ((tokens - 1) / rate if rate else 0.0)
@@ -296,11 +345,15 @@ class Scheduler:
         return int(elapsed * rate) + 1
 
     async def _until_time(self, job: Job, moment: float) -> bool:
-        return await self._until(
-            job,
-            lambda: not self.frozen and not self._kept and self._time() >= moment + job.held_s,
-            lambda: None if self.frozen or self._kept else moment + job.held_s,
-        )
+        def left_s() -> float:
+            self._share()
+            return moment + job.held_s - self._time()
+
+        def deadline() -> float | None:
+            speed = self._speed if job in self._decoding else 1.0
+            return None if self.frozen or self._kept else self._time() + left_s() / speed
+
+        return await self._until(job, lambda: not self.frozen and not self._kept and left_s() <= 0, deadline)
 
     async def _until(
         self, job: Job, done: Callable[[], bool], deadline: Callable[[], float | None] = lambda: None

@@ -25,7 +25,7 @@ from adaptersync_tools.soak import drive, report
     type=click.IntRange(3, 100_000),
     default=200,
     show_default=True,
-    help="How many are published, evenly; one in 1.5 s at most.",
+    help="How many our trainer publishes, evenly; one in 1.5 s at most. Two others publish half as many each.",
 )
 @click.option(
     "--seed", type=int, help="Prompts, and who is restarted.  [default: a new one, and the report says which]"
@@ -39,10 +39,10 @@ from adaptersync_tools.soak import drive, report
 def soak(minutes: float, versions: int, seed: int | None, json_path: Path | None) -> int:
     """Leave a simulated fleet alone with steady work, and see whether anything grows.
 
-    A trainer publishes, clients ask in every form, replicas are restarted now and then. Every process, both Redis
-    servers, the engines and the store are measured every few seconds, and judged once a third of the time has passed.
-    Ends by itself some minutes after --minutes at the latest; exit status 1 when something grew beyond its bound, a
-    request failed, or a version was rolled back.
+    A trainer submits, a TRL loads through a relay, what a third one writes is watched; clients ask in every form,
+    replicas are restarted now and then. Every process, both Redis servers, the engines and the store are measured every
+    few seconds, and judged once a third of the time has passed. Ends by itself some minutes after --minutes at the
+    latest; exit status 1 when something grew beyond its bound, a request failed, or a version was rolled back.
     """
     if versions * 1.5 > minutes * 60:
         raise click.BadParameter("more than one in 1.5 s", param_hint="--versions")

@@ -1,4 +1,4 @@
-"""One run: a fleet, a trainer that publishes evenly, traffic, some restarts, and a look every few seconds."""
+"""One run: a fleet, three trainers that publish evenly, traffic, some restarts, and a look every few seconds."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_tools.calm import Calm
 from adaptersync_tools.demo.synthetic import write_base_model
-from adaptersync_tools.soak import verdicts
+from adaptersync_tools.soak import trainers, verdicts
 from adaptersync_tools.soak.look import Look, Sample
 from adaptersync_tools.soak.report import Report
 from adaptersync_tools.soak.restarts import Restarter, planned
 from adaptersync_tools.soak.traffic import Traffic
+from adaptersync_tools.soak.trainers import Trainers
 from adaptersync_tools.supervisor import Service
 from adaptersync_tools.up import Progress, Stack, StackSettings
 
-RUN = "soak"
 REPLICAS, ROUTERS, CLIENTS = 3, 2, 4
-SLOTS = 8
+SLOTS = 16  # for each run its window, a candidate, and one that is on its way out
 KEEP_LAST = 8
 LOOKS = 360  # in a run, but no more often than
 LOOK_S = 0.5
@@ -64,16 +64,18 @@ def run(*, seed: int, seconds: float, versions: int, directory: Path, progress: 
         overrides=SETTINGS,
     )
     with Stack(settings, progress) as stack:
-        return asyncio.run(_Drive(stack, seed=seed, seconds=seconds, versions=versions).run())
+        drive = _Drive(stack, seed=seed, seconds=seconds, versions=versions, directory=directory)
+        return asyncio.run(drive.run())
 
 
 class _Drive:
-    def __init__(self, stack: Stack, *, seed: int, seconds: float, versions: int) -> None:
+    def __init__(self, stack: Stack, *, seed: int, seconds: float, versions: int, directory: Path) -> None:
         self._stack = stack
         self._seed = seed
         self._seconds = seconds
         self._versions = versions
-        self._every_s = seconds / versions
+        self._published = trainers.total(versions)
+        self._directory = directory
         self._keys = Keys(stack.config.group.name)
         self._client = RedisClient(stack.config.redis.control_url, name="soak")
         self._registry = Registry(self._client, self._keys)
@@ -84,9 +86,16 @@ class _Drive:
         self._began = 0.0
 
     async def run(self) -> Report:
-        options = ("--run", RUN, "--versions", str(self._versions), "--every", str(self._every_s))
-        trainer = self._stack.run("trainer", "adaptersync_tools.demo.publishing", *options)
-        traffic = Traffic(self._stack.router_urls, RUN, seed=self._seed)
+        traffic = Traffic(self._stack.router_urls, trainers.RUN, seed=self._seed)
+        three = Trainers(
+            self._stack,
+            traffic,
+            versions=self._versions,
+            every_s=self._seconds / self._versions,
+            directory=self._directory,
+            seed=self._seed,
+        )
+        trainer = three.ours()
         restarter = Restarter(self._stack, self._registry)
         look = Look(self._stack)
         try:
@@ -94,31 +103,35 @@ class _Drive:
             self._began = time.monotonic()
             async with asyncio.TaskGroup() as tasks:
                 clients = tasks.create_task(traffic.run(CLIENTS))
+                others = tasks.create_task(three.run_others())
                 background = [
                     tasks.create_task(self._look(look)),
                     tasks.create_task(self._restart(restarter)),
                 ]
-                await self._work(trainer)
+                await self._work(trainer, others)
                 seconds = time.monotonic() - self._began
                 traffic.stop()
                 await clients
-                for task in background:
+                for task in [others, *background]:
                     task.cancel()
             ended = trainer.returncode
             trainer.terminate()
+            await three.stop()
             rest = await self._rest()
             await self._read()
             await self._sample(look)
-            trouble = list(self._trouble(restarter, rest, ended))
+            trouble = [*self._trouble(restarter, rest, ended), *three.trouble]
             return await asyncio.to_thread(self._report, traffic, restarter, trouble, seconds)
         finally:
             await look.close()
             await self._client.close()
 
-    async def _work(self, trainer: Service) -> None:
-        """Until the trainer has ended, or is late, or something does not stay up."""
+    async def _work(self, trainer: Service, others: asyncio.Task[None]) -> None:
+        """Until all trainers have published what they were to, or are late, or something does not stay up."""
         deadline, lost = self._began + self._seconds + LATE_S, False
-        while trainer.pid is not None and time.monotonic() < deadline and not lost:
+        while time.monotonic() < deadline and not lost:
+            if trainer.pid is None and others.done() and self._events["adapter.published"] >= self._published:
+                return
             await asyncio.sleep(LOOK_S)
             lost = any(service.given_up for service in self._stack.supervisor.services.values())
 
@@ -163,7 +176,7 @@ class _Drive:
             services=self._stack.supervisor.services,
             engines=self._stack.engine_urls,
             routers=self._stack.router_urls,
-            runs=(RUN,),
+            runs=(trainers.RUN, trainers.RELAYED_RUN, trainers.WATCHED_RUN),
         )
         return await calm.at_rest(REST_S)
 
@@ -179,8 +192,9 @@ class _Drive:
 
     def _report(self, traffic: Traffic, restarter: Restarter, trouble: list[str], seconds: float) -> Report:
         bounds = verdicts.Bounds(
-            versions=self._versions,
-            every_s=self._every_s,
+            versions=self._published,
+            every_s=self._seconds / self._published,
+            runs=trainers.RUNS,
             slots=SLOTS,
             keep_last=KEEP_LAST,
             keep_s=SETTINGS["agent.keep_s"],
@@ -194,7 +208,7 @@ class _Drive:
             versions=self._versions,
             replicas=REPLICAS,
             routers=ROUTERS,
-            verdicts=[
+            checks=[
                 *verdicts.judge(self._samples, known, bounds),
                 verdicts.served(traffic.asked.total(), traffic.failed),
                 verdicts.promoted(self._events, bounds),

@@ -24,7 +24,9 @@ from adaptersync_tools.up import Stack
 CALL_S = 5.0
 PAGE = 1000
 EVENTS, LEDGER = "events", "rollouts"
-APART = (EVENTS, LEDGER, "lane:")  # streams keep jobs.ledger_kept_s, a lane has the bytes of the last ten minutes
+RECORDS = ("manifest:", "version:")
+# streams keep jobs.ledger_kept_s; a version's bytes go ten minutes after it came, and its records after thirty days
+APART = (EVENTS, LEDGER, "lane:", *RECORDS)
 _MARKER = ".visible-"
 
 

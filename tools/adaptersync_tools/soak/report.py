@@ -12,26 +12,27 @@ from rich.text import Text
 
 from adaptersync.coordinator import views
 from adaptersync_tools.output import table
-from adaptersync_tools.soak.look import EVENTS, LEDGER, Sample
+from adaptersync_tools.soak.look import EVENTS, LEDGER, RECORDS, Sample
 from adaptersync_tools.soak.processes import KEEPER
 from adaptersync_tools.soak.restarts import Restart
 from adaptersync_tools.soak.traffic import Failure
 from adaptersync_tools.soak.trend import POINTS, sparkline, thin
-from adaptersync_tools.soak.verdicts import CONTROL, Life, Verdict
+from adaptersync_tools.soak.verdicts import CONTROL, Check, Life
 
 WIDTH = 32  # of a course
 LEAST_MB = 4.0  # what varies by less looks flat
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """`first` and `last` are samples, the last one at rest. `minutes` is how long it took."""
+    """`first` and `last` are samples, the last one at rest. `minutes` is how long it took, `versions` what our trainer
+    was to publish."""
 
     seed: int
     minutes: float
     versions: int
     replicas: int
     routers: int
-    verdicts: list[Verdict]
+    checks: list[Check]
     lives: list[Life]
     asked: dict[str, int]
     failures: list[Failure]
@@ -41,7 +42,7 @@ class Report(Struct, frozen=True, kw_only=True):
 
     @property
     def sound(self) -> bool:
-        return all(verdict.holds for verdict in self.verdicts)
+        return all(check.holds for check in self.checks)
 
     def again(self) -> str:
         options = ["--minutes", f"{self.minutes:.3g}", "--versions", str(self.versions), "--seed", str(self.seed)]
@@ -68,11 +69,11 @@ def show(report: Report, out: Console) -> None:
         rows.append(_row(most, f"most of {len(keepers)} keepers"))
     columns = ("process!", "MB>", "grew, MB>", "in 100 versions>", "files>", "threads>", "course!")
     out.print(table(f"memory in {report.minutes:.3g} minutes", columns, rows))
-    verdicts = [
+    checks = [
         (Text("holds", "green") if each.holds else Text("BROKEN", "bold red"), each.what, each.figure, each.bound)
-        for each in report.verdicts
+        for each in report.checks
     ]
-    out.print(table(f"{report.versions} versions", ("!", "what!", "figure", "bound"), verdicts))
+    out.print(table(f"{report.last.published} versions", ("!", "what!", "figure", "bound"), checks))
     for line in lines(report):
         out.print(line, soft_wrap=True)
 
@@ -92,12 +93,14 @@ def _row(life: Life, name: str) -> tuple[object, ...]:
 
 def lines(report: Report) -> Iterator[str]:
     streams = {EVENTS: 0, LEDGER: 0} | report.last.servers[CONTROL].apart
-    asked = sum(report.asked.values())
+    asked, published = sum(report.asked.values()), max(report.last.published, 1)
+    records = sum(streams.get(f"{kind}*", 0) for kind in RECORDS)
     yield (
         f"streams      keep an hour: ledger {views.size(streams[LEDGER])}, "
         f"{streams[LEDGER] // max(asked, 1)} bytes a request; events {views.size(streams[EVENTS])}, "
-        f"{streams[EVENTS] // report.versions} bytes a version"
+        f"{streams[EVENTS] // published} bytes a version"
     )
+    yield f"records      kept for thirty days: {views.size(records)}, {records // published} bytes a version"
     yield f"disk         {', '.join(f'{name} {views.size(size)}' for name, size in sorted(report.last.disk.items()))}"
     yield f"asked        {', '.join(f'{count} {kind}' for kind, count in sorted(report.asked.items()))}"
     yield f"restarts     {', '.join(f'{each.kind} {each.number}' for each in report.restarts) or 'none'}"

@@ -80,7 +80,7 @@ class Traffic:
         self, session: aiohttp.ClientSession, kind: str, router: str, prompt: list[int], seed: int, model: str = ""
     ) -> None:
         body = self._body(prompt, model=model, seed=seed)
-        async with _Asked(self, kind), session.post(f"{router}/v1/completions", json=body) as answer:
+        async with Asked(self, kind), session.post(f"{router}/v1/completions", json=body) as answer:
             _check(answer.status, await answer.read())
             self._latest = answer.headers[VERSION]
 
@@ -89,7 +89,7 @@ class Traffic:
         for _ in range(TURNS):
             body = {"model": self._run, "messages": messages, "max_tokens": TOKENS, "ignore_eos": True}
             async with (
-                _Asked(self, "conversation"),
+                Asked(self, "conversation"),
                 session.post(f"{router}/v1/chat/completions", json=body, headers={SESSION: name}) as answer,
             ):
                 raw = await answer.read()
@@ -99,7 +99,7 @@ class Traffic:
     async def _stream(self, session: aiohttp.ClientSession, kind: str, router: str, prompt: list[int]) -> None:
         aborted = kind == "aborted"
         body = self._body(prompt, stream=True, max_tokens=LONG if aborted else TOKENS)
-        async with _Asked(self, kind), session.post(f"{router}/v1/completions", json=body) as answer:
+        async with Asked(self, kind), session.post(f"{router}/v1/completions", json=body) as answer:
             if answer.status != 200:
                 _check(answer.status, await answer.read())
             if aborted:
@@ -124,8 +124,8 @@ class Traffic:
                 self.failures.append(Failure(kind=kind, what=f"{type(error).__name__}: {error}"[:300]))
 
 
-class _Asked:
-    """Counts one request, and takes what it failed by."""
+class Asked:
+    """Counts one request, and takes what it failed by. Others than these clients may ask, too, and are counted so."""
 
     def __init__(self, traffic: Traffic, kind: str) -> None:
         self._traffic = traffic

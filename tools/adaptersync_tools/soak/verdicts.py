@@ -1,8 +1,9 @@
 """What the samples of a run come to: each promise with its figure and its bound. Pure.
 
 Memory is judged after a warm-up third of a process's life, by how much it grows in a hundred versions. What Redis holds
-of events and ledger is left out, in servers and in their processes: those streams keep an hour, so in less they
-grow by design, and the report says by how much. So is the lane: its keys are counted, and last for ten minutes.
+of events and ledger is left out, in servers and in their processes: those streams keep an hour, so in less they grow by
+design, and the report says by how much. So are the lane and the records of versions: their keys are counted, and last
+for ten minutes and for thirty days.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from adaptersync_tools.soak.processes import Process
 from adaptersync_tools.soak.trend import Point, growth, warm
 
 MB = 1 << 20
-GROWS_MB = 3.0  # in a hundred versions, or
-GROWS_SHARE = 0.02  # of what it takes, whichever is more; a run of fewer versions may grow as much
+GROWS_MB = 1.5  # in a hundred versions, or
+GROWS_SHARE = 0.02  # of what it takes, whichever is more
+LEAST_MB = 3.0  # in all: what a process settles by, however few the versions
 FEWEST = 6  # points; a process that lived for less is not judged
 MORE_FILES, MORE_THREADS = 32, 6  # than in the middle third; connections and threads of a moment come and go
 TIDY_S = 60.0 + 30.0  # how often a publisher tidies the store, and how long it may be kept from it
@@ -34,10 +36,11 @@ SESSIONS_S = 2.0  # a client begins no conversation sooner after another
 
 
 class Bounds(Struct, frozen=True, kw_only=True):
-    """What the run was set up with. Times are seconds; `every_s` is from one version to the next."""
+    """What it was set up with. Times are seconds; `every_s` is from one version to the next, over all `runs`."""
 
     versions: int
     every_s: float
+    runs: int
     slots: int
     keep_last: int
     keep_s: float
@@ -46,16 +49,17 @@ class Bounds(Struct, frozen=True, kw_only=True):
 
     def within(self, seconds: float) -> int:
         """How many versions may have been published in that time."""
-        return min(math.ceil(seconds / self.every_s), self.versions)
+        return min(math.ceil(seconds / self.every_s) + self.runs - 1, self.versions)
 
     @property
     def stored(self) -> int:
         """Versions in the store: those that are kept, those that are served, those since it was tidied last."""
-        return self.keep_last + self.slots + self.within(TIDY_S)
+        return self.runs * self.keep_last + self.slots + self.within(TIDY_S)
 
     @property
     def staged(self) -> int:
-        return self.slots + self.within(self.keep_s + 2 * self.every_s)
+        """On an agent's disk; one that was started again counts anew how long it has kept what it finds there."""
+        return self.slots + self.within(2 * (self.keep_s + self.every_s))
 
     @property
     def markers(self) -> int:
@@ -79,7 +83,7 @@ class Bounds(Struct, frozen=True, kw_only=True):
 FEW = 16  # keys of any other kind
 
 
-class Verdict(Struct, frozen=True, kw_only=True):
+class Check(Struct, frozen=True, kw_only=True):
     what: str
     figure: str
     bound: str
@@ -169,7 +173,7 @@ def _per_hundred(
     """Growth in a hundred versions, and the bound of all of it, in megabytes."""
     at = {sample.at_s: sample.published for sample in samples}
     hundreds = (at[judged[-1][0]] - at[judged[0][0]]) / 100
-    return (grows / hundreds if hundreds else grows), max(GROWS_MB, GROWS_SHARE * memory) * max(1.0, hundreds)
+    return (grows / hundreds if hundreds else grows), max(LEAST_MB, max(GROWS_MB, GROWS_SHARE * memory) * hundreds)
 
 
 def _thirds(values: Sequence[int]) -> tuple[int, int]:
@@ -179,12 +183,12 @@ def _thirds(values: Sequence[int]) -> tuple[int, int]:
     return round(statistics.median(middle)), round(statistics.median(last))
 
 
-def judge(samples: Sequence[Sample], known: Sequence[Life], bounds: Bounds) -> Iterator[Verdict]:
+def judge(samples: Sequence[Sample], known: Sequence[Life], bounds: Bounds) -> Iterator[Check]:
     """All of what the samples tell."""
     judged = [life for life in known if life.grows is not None]
     yield from _memory(judged, known)
     leaks = [leak for life in judged for leak in life.leaks]
-    yield Verdict(
+    yield Check(
         what="open files and threads",
         figure="; ".join(leaks) or f"alike in {len(judged)} processes",
         bound=f"last third at most {MORE_FILES} files, {MORE_THREADS} threads above the second",
@@ -199,23 +203,23 @@ def judge(samples: Sequence[Sample], known: Sequence[Life], bounds: Bounds) -> I
         yield _keys(name, samples, bounds)
     yield _most("markers in the store", samples, lambda sample: [sample.markers], bounds.markers)
     left = samples[-1].leftovers
-    yield Verdict(what="half versions in the store", figure=str(left), bound="none at the end", holds=not left)
+    yield Check(what="half versions in the store", figure=str(left), bound="none at the end", holds=not left)
 
 
-def _memory(judged: Sequence[Life], known: Sequence[Life]) -> Iterator[Verdict]:
+def _memory(judged: Sequence[Life], known: Sequence[Life]) -> Iterator[Check]:
     worst = max(judged, key=lambda life: (life.grows or 0.0) / life.bound, default=None)
     broken = [life for life in judged if not life.holds]
     told = broken or ([worst] if worst else [])
-    yield Verdict(
+    yield Check(
         what="memory of every process",
         figure=f"{len(judged)} judged; " + ", ".join(f"{life.name} {life.grows_100:+.2f} MB" for life in told),
-        bound=f"{GROWS_MB:g} MB or {GROWS_SHARE:.0%} in 100 versions, after a third",
+        bound=f"{GROWS_MB:g} MB or {GROWS_SHARE:.0%} in 100 versions, or {LEAST_MB:g} MB in all, after a third",
         holds=not broken,
     )
     # else a run in which everything is restarted again and again would show nothing
     left_out = {_sort(life.service) for life in known if not life.role}
     left_out -= {_sort(life.service) for life in judged if not life.role}
-    yield Verdict(
+    yield Check(
         what="judged",
         figure=f"none of {', '.join(sorted(left_out))}" if left_out else "one of each sort at least",
         bound="every sort of process",
@@ -227,32 +231,32 @@ def _sort(service: str) -> str:
     return re.sub(r"-\d+$", "", service)
 
 
-def _used(name: str, samples: Sequence[Sample]) -> Verdict:
+def _used(name: str, samples: Sequence[Sample]) -> Check:
     points = warm([(sample.at_s, (sample.servers[name].used - _apart(sample, name)) / MB) for sample in samples])
     grows = growth(points)
     grows_100, bound = _per_hundred(samples, points, grows, statistics.median(value for _, value in points))
-    return Verdict(
+    return Check(
         what=f"memory in use, {name}",
         figure=f"{points[-1][1]:.1f} MB, {grows_100:+.2f} MB in 100 versions",
-        bound=f"{bound:.1f} MB more after a third; without events, ledger, lane",
+        bound=f"{bound:.1f} MB more after a third; without events, ledger, lane, records",
         holds=grows <= bound,
     )
 
 
-def _most(what: str, samples: Sequence[Sample], of: Callable[[Sample], Iterable[int]], bound: int) -> Verdict:
+def _most(what: str, samples: Sequence[Sample], of: Callable[[Sample], Iterable[int]], bound: int) -> Check:
     most = max((value for sample in samples for value in of(sample)), default=0)
     last = max(of(samples[-1]), default=0)
-    return Verdict(what=what, figure=f"at most {most}, at the end {last}", bound=f"{bound}", holds=0 < most <= bound)
+    return Check(what=what, figure=f"at most {most}, at the end {last}", bound=f"{bound}", holds=0 < most <= bound)
 
 
-def _keys(name: str, samples: Sequence[Sample], bounds: Bounds) -> Verdict:
+def _keys(name: str, samples: Sequence[Sample], bounds: Bounds) -> Check:
     most: dict[str, int] = {}
     for sample in samples:
         for kind, count in sample.servers[name].keys.items():
             most[kind] = max(most.get(kind, 0), count)
     over = {kind: count for kind, count in most.items() if count > bounds.keys.get(kind, FEW)}
     shown = over or {kind: count for kind, count in most.items() if count > 1}
-    return Verdict(
+    return Check(
         what=f"keys, {name}",
         figure=", ".join(f"{kind} {count}" for kind, count in sorted(shown.items())) or "one of each kind",
         bound=", ".join(f"{kind} {bounds.keys.get(kind, FEW)}" for kind in sorted(shown)),
@@ -260,15 +264,15 @@ def _keys(name: str, samples: Sequence[Sample], bounds: Bounds) -> Verdict:
     )
 
 
-def served(asked: int, failed: int) -> Verdict:
-    return Verdict(what="requests", figure=f"{asked} asked, {failed} failed", bound="none", holds=asked > 0 == failed)
+def served(asked: int, failed: int) -> Check:
+    return Check(what="requests", figure=f"{asked} asked, {failed} failed", bound="none", holds=asked > 0 == failed)
 
 
-def promoted(events: Mapping[str, int], bounds: Bounds) -> Verdict:
+def promoted(events: Mapping[str, int], bounds: Bounds) -> Check:
     """Every version was published, and none was found bad; one that a newer one overtook counts as well."""
     published = events.get("adapter.published", 0)
     told = {name: events.get(f"version.{name}", 0) for name in ("promoted", "superseded", "rolled_back", "voided")}
-    return Verdict(
+    return Check(
         what="versions",
         figure=", ".join(f"{count} {name}" for name, count in {"published": published, **told}.items()),
         bound=f"{bounds.versions}, none rolled back or voided",
@@ -277,8 +281,8 @@ def promoted(events: Mapping[str, int], bounds: Bounds) -> Verdict:
     )
 
 
-def undisturbed(trouble: Sequence[str]) -> Verdict:
+def undisturbed(trouble: Sequence[str]) -> Check:
     """Nothing ended by itself, everything that was ordered was done, and in the end all came to rest."""
-    return Verdict(
+    return Check(
         what="services", figure="; ".join(trouble) or "as ordered, and at rest at the end", bound="", holds=not trouble
     )

@@ -12,9 +12,11 @@ import logging
 import time
 from collections import deque
 
+from adaptersync.agent.decode_rates import DecodeRates
 from adaptersync_core.errors import AdapterSyncError
-from adaptersync_core.records import Served
-from adaptersync_core.vllm import Spent, VllmClient
+from adaptersync_core.records import RequestTimes
+from adaptersync_core.vllm import VllmClient
+from adaptersync_core.vllm_metrics import RequestTotals
 
 LOOK_S = 5.0  # between two looks
 LOOKS = 12  # of those at which requests had ended: a minute of a busy engine
@@ -22,14 +24,14 @@ LOOKS = 12  # of those at which requests had ended: a minute of a busy engine
 log = logging.getLogger(__name__)
 
 
-class Recent:
+class LatestTimes:
     """The latest looks, each as what came since the one before it."""
 
     def __init__(self) -> None:
-        self._last: tuple[Spent, float] | None = None
-        self._parts: deque[Served] = deque(maxlen=LOOKS)
+        self._last: tuple[RequestTotals, float] | None = None
+        self._parts: deque[RequestTimes] = deque(maxlen=LOOKS)
 
-    def see(self, now: Spent, at: float) -> None:
+    def see(self, now: RequestTotals, at: float) -> None:
         """The counters at a moment of the clock; lower ones are of another life of the engine, which knows nothing."""
         last, self._last = self._last, (now, at)
         if last is None:
@@ -39,7 +41,7 @@ class Recent:
             self._parts.clear()
         elif now.requests > before.requests:
             self._parts.append(
-                Served(
+                RequestTimes(
                     requests=round(now.requests - before.requests),
                     over_s=at - since,
                     queue_s=now.queue_s - before.queue_s,
@@ -48,9 +50,9 @@ class Recent:
                 )
             )
 
-    def told(self) -> Served:
+    def told(self) -> RequestTimes:
         parts = self._parts
-        return Served(
+        return RequestTimes(
             requests=sum(part.requests for part in parts),
             over_s=sum(part.over_s for part in parts),
             queue_s=sum(part.queue_s for part in parts),
@@ -59,13 +61,15 @@ class Recent:
         )
 
 
-async def watch(engine: VllmClient, recent: Recent) -> None:
+async def watch(engine: VllmClient, latest: LatestTimes, rates: DecodeRates) -> None:
     """Look again and again; runs until cancelled. An engine that is away, or does not count, is told nothing of."""
     while True:
         try:
-            spent = await engine.spent()
-            if spent is not None:
-                recent.see(spent, time.monotonic())
+            totals = await engine.request_totals()
+            if totals is not None:
+                at = time.monotonic()
+                latest.see(totals, at)
+                rates.see(totals, at)
         except AdapterSyncError as error:
             log.debug("engine's counters not read: %s", error)
         await asyncio.sleep(LOOK_S)

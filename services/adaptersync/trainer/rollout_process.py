@@ -144,8 +144,8 @@ class RolloutWorker(AsyncRolloutWorker):
 
     def __init__(self, *, key_file: str = "", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        check_made(self)
         self._key_file = key_file
+        check_made(self)
         self._not_started: Exception | None = None
         self._model_version_value = self._mp_ctx.Value(Clocks, 0, 0)
 

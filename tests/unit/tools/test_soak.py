@@ -79,7 +79,9 @@ def steady(**grows: float) -> list[Sample]:
                 published=round(400 * share),
                 processes=running,
                 servers={
-                    "redis-control": Server(used=5 * MB, apart={}, keys={"table": 1, "version:*": 200}),
+                    "redis-control": Server(
+                        used=5 * MB, apart={}, keys={"table": 1, "version:*": 200, "verified:*": 200}
+                    ),
                     "redis-cache": Server(used=9 * MB, apart={}, keys={"lane:*": 80}),
                 },
                 adapters={"replica-0": 4, "replica-1": 5},

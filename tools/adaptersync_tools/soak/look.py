@@ -24,10 +24,11 @@ from adaptersync_tools.up import Stack
 CALL_S = 5.0
 PAGE = 1000
 EVENTS, LEDGER = "events", "rollouts"
-RECORDS = ("manifest:", "version:")
+RECORDS = ("manifest:", "version:", "verified:")
 # streams keep jobs.ledger_kept_s; a version's bytes go ten minutes after it came, and its records after thirty days
 APART = (EVENTS, LEDGER, "lane:", *RECORDS)
 _MARKER = ".visible-"
+ARCHIVE = ".ledger"
 
 
 class Server(Struct, frozen=True, kw_only=True):
@@ -113,7 +114,7 @@ class Look:
             if entry.name.startswith(_MARKER):
                 found["markers"] += 1
             elif entry.name.startswith("."):
-                disk["journal"] += _bytes(Path(entry.path))
+                disk["archive" if entry.name == ARCHIVE else "journal"] += _bytes(Path(entry.path))
             elif entry.is_dir():
                 disk["store"] += _bytes(Path(entry.path))
                 found["leftovers"] += sum(version.name.startswith(".") for version in _entries(Path(entry.path)))

@@ -71,6 +71,7 @@ class Bounds(Struct, frozen=True, kw_only=True):
         return {
             "manifest:*": self.versions,
             "version:*": self.versions,
+            "verified:*": self.versions,
             "promises:*": self.slots + self.within(PROMISES_TTL_S) + 1,
             "owned:*": self.slots + 1,
             "lane:*": 2 * self.within(LANE_TTL_S),

@@ -59,6 +59,22 @@ async def test_the_latest_and_what_is_served_stay(group: Group) -> None:
     assert not list(group.store.root.glob("run/.*"))
 
 
+async def test_those_that_another_rule_keeps_stay_too(group: Group) -> None:
+    rules = replace(group.config.store, keep_last=1, keep_every=3)
+    async with publishing(replace(group.config, store=rules)) as publisher:
+        for _ in range(7):
+            await promote(group, publisher)
+    assert stored(group) in ([3, 5, 6, 7], [3, 6, 7])
+
+
+async def test_versions_go_by_their_age_alone_where_that_is_the_rule(group: Group) -> None:
+    rules = replace(group.config.store, keep_for_s=0.001)
+    async with publishing(replace(group.config, store=rules)) as publisher:
+        for _ in range(5):
+            await promote(group, publisher)
+    assert stored(group) in ([3, 4, 5], [4, 5])
+
+
 async def test_no_training_waits_for_it_and_the_end_of_a_run_does(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,7 +106,8 @@ def tidy(root: Path) -> float:
     """Remove the markers of older versions, of whatever run; returns the newest one's time, by the clock of the disk.
 
     Ages are differences of the disk's own times, so that no other host's clock matters. A version's markers are of one
-    age, which is asked once: to ask each may be a request, too.
+    age, which is asked once: to ask each may be a request, too. Those of another user are his to remove, where the root
+    is as /tmp is.
     """
     left: dict[str, list[str]] = {}
     written: dict[str, float] = {}
@@ -120,7 +121,12 @@ def tidy(root: Path) -> float:
                         written[version] = entry.stat().st_mtime
     newest = max(written.values(), default=time.time())
     old = [name for version, at in written.items() if newest - at > KEPT_S for name in left[version]]
-    _each(lambda name: (root / name).unlink(missing_ok=True), old)
+
+    def remove(name: str) -> None:
+        with contextlib.suppress(PermissionError):
+            (root / name).unlink(missing_ok=True)
+
+    _each(remove, old)
     return newest
 
 

@@ -152,6 +152,26 @@ def test_the_age_of_markers_is_asked_once_a_version(store: ArtifactStore, tmp_pa
     assert {path.name for path in store.root.iterdir()} == {"run", *markers.names(new)}
 
 
+def test_markers_of_another_user_stay_and_keep_nobody_from_his_own(
+    store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a root that is sticky, as /tmp is: everybody of the group may write, and remove what is his."""
+    own, other, new = (stored(store, tmp_path, seq=seq, marked=True) for seq in (1, 2, 3))
+    for name in (*markers.names(own), *markers.names(other)):
+        os.utime(store.root / name, (time.time() - markers.KEPT_S - 10,) * 2)
+    kept, unlink = markers.names(other), Path.unlink
+
+    def sticky(path: Path, missing_ok: bool = False) -> None:
+        if path.name in kept:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", sticky)
+    markers.tidy(store.root)
+    left = {path.name for path in store.root.iterdir()}
+    assert left == {"run", *kept, *markers.names(new)}
+
+
 def test_old_markers_and_what_killed_publishers_left_are_removed(store: ArtifactStore, tmp_path: Path) -> None:
     old, late, new = (stored(store, tmp_path, seq=seq, marked=True) for seq in (1, 2, 3))
     dead, alive = (store.root / "run" / f".staging-run-v{seq}-0123456789ab-00000000" for seq in (4, 5))

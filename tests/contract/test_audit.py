@@ -15,10 +15,11 @@ from msgspec.structs import replace
 
 from adaptersync.jobs import ledger
 from adaptersync.jobs.ledger import drain
-from adaptersync_core.archive import Archive, Head
+from adaptersync_core import chain
+from adaptersync_core.archive import Archive
+from adaptersync_core.chain import Head
 from adaptersync_core.config import Config
 from adaptersync_core.events import (
-    AdapterPublished,
     ControlRestored,
     Event,
     VersionReady,
@@ -30,11 +31,13 @@ from adaptersync_core.fates import Fates
 from adaptersync_core.identity import adapter_id
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.rollouts import OPEN, UNKNOWN, Row
+from adaptersync_tools.audit import chain as read
 from adaptersync_tools.audit import rollouts as reading
 from adaptersync_tools.audit.verify import Audit
 from adaptersync_tools.chaos.audit import audit as of_chaos
 from adaptersync_tools.cli import adaptersync
 from adaptersync_tools.cli.common import run_command
+from support.audited import HISTORY, published, told
 from support.ledger import DIGEST, GROUP, RUN, VERSION, Writer, acked, config_of, keep, promoted, row
 
 OTHER = adapter_id(RUN, 2, "f" * 64)
@@ -57,27 +60,6 @@ async def writer(redis_url: str) -> AsyncIterator[Writer]:
     client = RedisClient(redis_url, name="test")
     yield Writer(client)
     await client.close()
-
-
-def published(version: str = VERSION, digest: str = DIGEST) -> AdapterPublished:
-    return AdapterPublished(version=version, run=RUN, seq=1, epoch=1, digest=digest, size=1, rank=8, noop=False)
-
-
-HISTORY = (published(), acked(), promoted())
-
-
-async def told(config: Config, writer: Writer, *rows: Row, events: tuple[Event, ...] = HISTORY) -> list[str]:
-    """What is wrong with a ledger of these rows, after these events, and much later some of another run."""
-    await writer.events(*events)
-    await writer.rows(rows)
-    await drain(config)
-    return list(Audit(Path(config.store.path), GROUP, RUN).contradictions())
-
-
-async def later(writer: Writer) -> None:
-    """Time passes, as far as the ledger knows."""
-    now = (await writer.client.command("TIME"))[0] * 1000
-    await writer.rows([row("later-1", run="other", version="", digest="")], entry=f"{now + 1_000_000}-0")
 
 
 async def test_an_honest_ledger_has_no_contradiction(
@@ -193,17 +175,6 @@ async def test_what_redis_lost_cannot_be_missed(config: Config, writer: Writer) 
     assert audit.counts.unproven == 1
 
 
-async def test_a_fate_without_a_row_is_a_contradiction_once_the_row_would_be_there(
-    config: Config, writer: Writer
-) -> None:
-    await writer.fates(Fates(run=RUN, epoch=1, fate="trained", requests=("a-1", "a-9")))
-    assert await told(config, writer, row("a-1")) == []
-    await later(writer)
-    await drain(config)
-    found = list(Audit(Path(config.store.path), GROUP, RUN).contradictions())
-    assert found == ["a-9: its trainer says trained, and no row tells of it"]
-
-
 async def test_what_failed_was_not_trained_on(config: Config, writer: Writer) -> None:
     await writer.fates(Fates(run=RUN, epoch=1, fate="trained", requests=("a-1", "a-2")))
     found = await told(config, writer, row("a-1", "upstream_error", status=502), row("a-2", UNKNOWN))
@@ -215,18 +186,6 @@ async def test_what_is_no_row_is_told(config: Config, writer: Writer) -> None:
     assert await told(config, writer, row("a-1")) == [f"rollouts: entry {entry} is no row that can be read"]
 
 
-async def test_numbers_that_a_router_gave_and_no_row_has_are_missed(config: Config, writer: Writer) -> None:
-    rows = [row(f"aa-{n:x}") for n in (1, 2, 5, 6, 9)]
-    assert await told(config, writer, *rows, row("bb-t1"), row("cc-7")) == []  # they may be on their way
-    await later(writer)
-    await drain(config)
-    found = list(Audit(Path(config.store.path), GROUP, RUN).contradictions())
-    assert found == [
-        "aa-3 to aa-4: a router gave these numbers, and no row tells of it",
-        "aa-7 to aa-8: a router gave these numbers, and no row tells of it",
-    ]
-
-
 # --- tampering --------------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +195,7 @@ async def honest(config: Config, writer: Writer, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ledger, "PAGE", 2)
     monkeypatch.setattr(ledger, "BATCH", 2)
     rows = [row(f"aa-{n:x}", prompt_tokens=n) for n in range(1, 9)]
+    await writer.fates(Fates(run=RUN, epoch=1, step=1, fate="trained", requests=("aa-7", "aa-8")))
     assert await told(config, writer, *rows) == []
     return Archive(Path(config.store.path), GROUP, "rollouts")
 
@@ -301,7 +261,25 @@ def entry_archived_again(archive: Archive) -> None:
     assert archive.append(again)
 
 
+def table_removed(archive: Archive) -> None:
+    shutil.rmtree(archive.root)
+
+
+def tail_cut(archive: Archive) -> None:
+    one(archive, 4).unlink()
+    shutil.rmtree(link(archive, 4))
+
+
+def tail_cut_and_gone_on(archive: Archive) -> None:
+    """By somebody who knows how: the chain agrees with itself."""
+    tail_cut(archive)
+    assert archive.write([], archive.head())
+
+
 TAMPERING = [
+    (table_removed, "table events tells of link 4, and the table is gone"),
+    (tail_cut, "table events tells of link 4, and the chain ends at 3"),
+    (tail_cut_and_gone_on, "link 4 is not the one that table events tells of"),
     (row_changed, "was changed"),
     (row_missing, "was changed"),
     (row_doubled, "was changed"),
@@ -334,19 +312,52 @@ async def test_what_was_changed_is_not_exported(config: Config, honest: Archive,
     assert [path.name for path in tmp_path.glob("*run.parquet*")] == []  # noqa: ASYNC240
 
 
-async def test_a_chain_that_was_cut_is_found_by_a_head_that_was_noted(
-    config: Config, honest: Archive, capsys: pytest.CaptureFixture[str]
+async def test_chains_that_were_all_set_back_are_found_by_a_head_that_was_noted(
+    config: Config, honest: Archive, writer: Writer, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    group = honest.root.parent
+    await asyncio.to_thread(shutil.copytree, group, group.with_name("before"))
+    await writer.rows([row("aa-9")])
+    await drain(config)
     head = honest.head()
     assert head is not None
     noted = f"rollouts:{head.link.number}:{head.sha256[:12]}"
     assert await run(config, "verify", RUN, "--head", noted) == 0
-    one(honest, head.link.number).unlink()
-    shutil.rmtree(link(honest, head.link.number))
+    await asyncio.to_thread(shutil.rmtree, group)
+    await asyncio.to_thread(group.with_name("before").rename, group)
     assert await run(config, "verify", RUN) == 0  # nothing in the store tells of it
     assert await run(config, "verify", RUN, "--head", noted) == 1
-    assert f"link {head.link.number} was noted, and the chain ends at 3" in capsys.readouterr().out
+    assert f"link {head.link.number} was noted, and the chain ends at 4" in capsys.readouterr().out
     assert await run(config, "verify", RUN, "--head", "rollouts:1:abcdef") == 1
+
+
+async def test_a_worker_may_go_on_meanwhile(config: Config, honest: Archive, writer: Writer) -> None:
+    ends = read.Ends()
+    assert list(read.contradictions(honest, {}, ends)) == []
+    await writer.rows([row("aa-9")])
+    await drain(config)
+    events = Archive(Path(config.store.path), GROUP, "events")
+    assert list(read.contradictions(events, {}, ends)) == []
+    assert list(ends.contradictions()) == []
+
+
+async def test_a_list_of_files_that_was_changed_is_found(
+    config: Config, honest: Archive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(chain, "SHARD", 6)
+    for _ in range(2):
+        assert honest.write([], honest.head())
+    assert await run(config, "verify", RUN) == 0
+    path = honest.root / ".chain" / "000001" / "000000006" / "files.json"
+    listed = path.read_text()
+    path.write_text(listed.replace('"rows":2', '"rows":3'))
+    assert await run(config, "verify", RUN) == 1
+    assert "the list of files beside link 6 was changed" in capsys.readouterr().out
+
+
+async def test_a_run_whose_whole_ledger_was_removed_is_not_found_clean(config: Config, honest: Archive) -> None:
+    shutil.rmtree(honest.root.parent)
+    assert await run(config, "verify", RUN) == 64
 
 
 async def run(config: Config, *arguments: str) -> int:

@@ -24,6 +24,7 @@ from adaptersync_core.redis import RedisClient
 from adaptersync_core.rollouts import OPEN
 from support.ledger import GROUP, RUN, VERSION, Writer, acked, archived, config_of, promoted, row
 from support.redis_servers import KINDS
+from support.wait import wait_until
 
 
 @pytest.fixture
@@ -78,11 +79,12 @@ async def test_files_are_by_run_and_day(config: Config, store: Path, writer: Wri
     await writer.rows([row("d", run="", version="")], entry="1700100000000-1")
     await drain(config)
     files = Archive(store, GROUP, "rollouts").files()
-    assert sorted(files) == [
-        f"run={NO_RUN}/day=2023-11-16/1700000000000-0_1700100000000-1.parquet",
-        "run=a.run/day=2023-11-14/1700000000000-0_1700100000000-1.parquet",
-        "run=other/day=2023-11-14/1700000000000-0_1700100000000-1.parquet",
+    assert [path.rpartition("_")[0] for path in sorted(files)] == [
+        f"run={NO_RUN}/day=2023-11-16/1700000000000-0_1700100000000-1_1",
+        "run=a.run/day=2023-11-14/1700000000000-0_1700100000000-1_1",
+        "run=other/day=2023-11-14/1700000000000-0_1700100000000-1_1",
     ]
+    assert all(path.endswith(f"_{file.sha256[:12]}.parquet") for path, file in files.items())
     assert ids(store) == ["a", "b", "c", "d"]
 
 
@@ -221,15 +223,17 @@ async def test_two_at_once_archive_it_once(config: Config, store: Path, writer: 
     assert ids(store) == [f"r-{n:x}" for n in range(60)]
 
 
+class Killed(BaseException):
+    pass
+
+
+def killed(*_: object) -> None:
+    raise Killed
+
+
 async def test_what_a_death_left_goes_when_its_batch_has_grown_meanwhile(
     config: Config, store: Path, writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Killed(BaseException):
-        pass
-
-    def killed(archive: Archive, link: object) -> bool:
-        raise Killed
-
     await writer.rows([row("r-1")])
     with monkeypatch.context() as dying:
         dying.setattr(Archive, "append", killed)
@@ -275,15 +279,106 @@ async def test_files_of_a_release_before_are_merged_and_known_too(
     ]
 
 
-async def test_what_was_changed_is_not_merged(config: Config, store: Path, writer: Writer, small: None) -> None:
+async def test_what_was_changed_is_not_merged_and_all_else_is(
+    config: Config, store: Path, writer: Writer, small: None
+) -> None:
     await old(writer, range(50))
     await drain(config)
     archive = Archive(store, GROUP, "rollouts")
     path = archive.root / next(iter(archive.files()))
     path.write_bytes(path.read_bytes() + b"x")
     await writer.rows([row("new")])
-    with pytest.raises(StoreError, match="not what was archived"):
+    await writer.events(promoted())
+    with pytest.raises(StoreError, match=r"rollouts: file of the ledger is not what was archived .*damaged=1"):
         await drain(config)
+    assert len(archive.files()) == 3  # the damaged one, the rest of its day, and today's
+    assert len(archived(store, "events")) == 1
+    await drain(config)  # that is said once a day
+    assert len(archive.files()) == 3
+
+
+async def test_what_one_run_cannot_merge_the_next_one_does(
+    config: Config, store: Path, writer: Writer, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "FILES", 3)
+    monkeypatch.setattr(ledger, "MERGES", 5)
+    await old(writer, range(50))
+    await drain(config)
+    before = archived(store)
+    await writer.rows([row("new")])
+    assert [(await drain(config)).merged for _ in range(4)] == [3, 3, 5, 0]
+    assert archived(store)[:50] == before
+    links = len(list(Archive(store, GROUP, "rollouts").links()))
+    await drain(config)
+    assert len(list(Archive(store, GROUP, "rollouts").links())) == links
+
+
+async def test_a_table_that_is_not_read_to_its_end_holds_up_what_rests_on_it(
+    config: Config, store: Path, writer: Writer, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "BATCHES", 3)
+    await writer.rows([row(f"r-{n:x}") for n in range(20)])
+    await writer.events(promoted())
+    await drain(config)
+    assert (len(archived(store)), archived(store, "events")) == (18, [])
+    await drain(config)
+    assert (len(archived(store)), len(archived(store, "events"))) == (20, 1)
+
+
+async def test_events_tell_where_the_others_end_even_when_none_comes(
+    config: Config, store: Path, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollouts, events = Archive(store, GROUP, "rollouts"), Archive(store, GROUP, "events")
+
+    def told() -> tuple[int, str, int, int]:
+        head = events.head()
+        assert head is not None
+        beside = {each.table: each for each in head.link.beside}["rollouts"]
+        return beside.number, beside.sha256, beside.until, head.link.number
+
+    def ends() -> tuple[int, str]:
+        head = rollouts.head()
+        assert head is not None
+        return head.link.number, head.sha256
+
+    now = (await writer.client.command("TIME"))[0] * 1000
+    await writer.rows([row("a")])
+    await drain(config)
+    assert told()[:2] == ends()
+    assert now <= told()[2] < now + 60_000
+    await writer.rows([row("b")])
+    await drain(config)
+    assert told()[:2] == ends()
+    entry = await writer.client.command("XREVRANGE", writer.keys.rollouts, "+", "-", "COUNT", 1)
+    last_ms = int(entry[0][0].partition("-")[0])
+    monkeypatch.setattr(ledger, "LATE_S", 0.0)
+    await wait_until(lambda: _passed(writer, last_ms))
+    await drain(config)
+    assert told()[2] > last_ms  # nothing came for so long
+    number = told()[3]
+    await drain(config)
+    assert told()[3] == number  # nothing to say
+
+
+async def _passed(writer: Writer, milliseconds: int) -> bool:
+    return bool((await writer.client.command("TIME"))[0] * 1000 > milliseconds)
+
+
+async def test_what_a_death_left_is_archived_later_and_stays(
+    config: Config, store: Path, writer: Writer, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch that was on its way becomes that of another link, since all was read again in between."""
+    await writer.rows([row(f"r-{n:x}") for n in range(12)])
+    await drain(config)
+    await writer.rows([row("left")])
+    with monkeypatch.context() as dying:
+        dying.setattr(Archive, "append", killed)
+        with pytest.raises(Killed):
+            await drain(config)
+    await writer.client.command("HSET", writer.keys.control, "incarnation", "another")
+    await drain(config)
+    assert ids(store) == [*(f"r-{n:x}" for n in range(12)), "left"]
+    assert list(store.rglob("*.noted")) == []  # noqa: ASYNC240
 
 
 async def test_nothing_is_written_where_the_store_is_not(config: Config, store: Path, writer: Writer) -> None:

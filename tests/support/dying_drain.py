@@ -4,6 +4,7 @@
 
 For each k, a fork drains some entries and kills itself with SIGKILL before the k-th call that may change something
 outside, until one gets to the end. After each, another drains to its end, and what is archived is what there was, once.
+Before that, after every other death, the coordinators' term becomes another one, so that all of it is read again.
 Prints how many died, how many of them had archived something, and how many had trimmed something.
 """
 
@@ -55,6 +56,8 @@ def main(redis_url: str, store: str) -> None:
         _, status = os.waitpid(child, 0)
         there += _links(root) > before
         trimmed += asyncio.run(_length(redis_url)) < length
+        if died % 2:
+            asyncio.run(_another_term(redis_url, died))
         asyncio.run(ledger.drain(config))
         found = [line["request_id"] for line in archived(root)]
         assert found == wanted, (died, set(found) ^ set(wanted), len(found), len(wanted))
@@ -98,6 +101,12 @@ async def _length(redis_url: str) -> int:
     length = int(await client.command("XLEN", Writer(client).keys.rollouts))
     await client.close()
     return length
+
+
+async def _another_term(redis_url: str, number: int) -> None:
+    client = RedisClient(redis_url, name="more")
+    await client.command("HSET", Writer(client).keys.control, "incarnation", f"term-{number}")
+    await client.close()
 
 
 async def _empty(redis_url: str) -> None:

@@ -15,7 +15,8 @@ from rq import Queue
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
 from rq.serializers import JSONSerializer
 
-from adaptersync_core.archive import FIRST, Archive, installed, place
+from adaptersync_core.archive import Archive, installed
+from adaptersync_core.chain import FIRST, place
 from adaptersync_core.config import Config
 from adaptersync_core.errors import ControlError, StoreError
 from adaptersync_core.figures import Figure, Figures

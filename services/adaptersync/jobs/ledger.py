@@ -4,6 +4,9 @@ Level-triggered: each run reads on where the last link of the chain says, so it 
 or twice at once. Nothing is trimmed that is not archived, and nothing younger than `jobs.ledger_kept_s`: until then
 routers look whether Redis still has what it took, and take what is gone for trimmed on purpose from then on.
 
+Each link says where the chains of the other tables end, so that one that was cut off is missed, and up to when they
+held all there was. Where no event comes to say so, an empty link of the events does.
+
 A stream that is not the one of before, since the coordinators' term is another one or its end lies below what was read,
 may have been set back, and entries may have come with ids that were read over. Then all of it is read again, and what
 the archive has is left out.
@@ -18,10 +21,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from adaptersync_core.archive import FIRST, Archive, File, Head, day, place, span
+from adaptersync_core.archive import Archive, day, span
 from adaptersync_core.archived import Record
+from adaptersync_core.chain import FIRST, LATE_S, Beside, File, Head, Link, place
 from adaptersync_core.config import Config, load_config
-from adaptersync_core.errors import ControlError, ControlUnavailable
+from adaptersync_core.errors import ControlError, ControlUnavailable, StoreError
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import Entry, RedisClient
 from adaptersync_core.registry import Registry
@@ -33,9 +37,11 @@ BATCHES = 400  # of one table in one run of the job; the next one goes on
 TRIM = 10_000  # entries that one call removes, at about a microsecond each
 EVENTS_KEPT = 10_000  # of the newest events, whatever their age: what happened is looked at with redis-cli
 MERGED_ROWS = 200_000  # of one file
-MERGES = 500  # in one run of the job
+FILES = 1000  # that become one: a second or two, and more where each read is a request
+MERGES = 2000  # files in one run of the job; the next one goes on
 # What a row says rests on earlier events, and a fate on its row: so read, the archive never has one without the other.
 ORDER = ("fates", "rollouts", "events")
+LAST = ORDER[-1]
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +50,15 @@ class Drained(Struct, kw_only=True):
     entries: int = 0
     trimmed: int = 0
     merged: int = 0
+    damaged: list[str] = []
+
+
+class Present(Struct, frozen=True):
+    """Of a stream: the coordinators' term, the last entry it ever had, and whether it lacks some it had."""
+
+    incarnation: str
+    newest: str = FIRST
+    lacks: bool = False
 
 
 def drain_ledger() -> str:
@@ -53,79 +68,129 @@ def drain_ledger() -> str:
 
 
 async def drain(config: Config) -> Drained:
-    """Archive what came since, of all tables; ControlError or StoreError when it could not, and nothing is lost."""
+    """Archive what came since, of all tables; ControlError or StoreError when it could not, and nothing is lost.
+
+    StoreError, too, once a day and when all is done, where files are not what was archived: they are left as they are.
+    """
     done = Drained()
     client = RedisClient(config.redis.control_url, name="ledger")
     store = Path(config.store.path)
     try:
         registry = Registry(client, Keys(config.group.name))
         await agree(registry, store)  # an empty mount point is no store
-        for name in ORDER:
-            archive = Archive(store, config.group.name, name)
-            await Drain(client, registry.keys, name, archive, done, kept_s=config.jobs.ledger_kept_s).run()
+        archives = {name: Archive(store, config.group.name, name) for name in ORDER}
+        ends = {name: _beside(name, await asyncio.to_thread(archive.head)) for name, archive in archives.items()}
+        for name, archive in archives.items():
+            beside = tuple(end for other, end in ends.items() if other != name)
+            kept_s = config.jobs.ledger_kept_s
+            until = (await client.command("TIME"))[0] * 1000
+            each = Drain(client, registry.keys, name, archive, done, beside=beside, kept_s=kept_s)
+            if not await each.run():
+                break  # what rests on it would be there without it
+            ends[name] = _beside(name, await asyncio.to_thread(archive.head), until)
     finally:
         await client.close()
     if done.entries or done.trimmed:
         log.info("ledger: %s", done)
+    if done.damaged:
+        raise StoreError(
+            done.damaged[0],
+            next_step="all else is archived; see adaptersync audit verify, and put the files back",
+            damaged=len(done.damaged),
+        )
     return done
+
+
+def _beside(table: str, head: Head | None, until: int = 0) -> Beside:
+    if head is None:
+        return Beside(table=table, until=until)
+    link = head.link
+    return Beside(table=table, number=link.number, sha256=head.sha256, highest=link.highest, until=until)
 
 
 class Drain:
     """One table."""
 
     def __init__(
-        self, client: RedisClient, keys: Keys, name: str, archive: Archive, done: Drained, *, kept_s: float
+        self,
+        client: RedisClient,
+        keys: Keys,
+        name: str,
+        archive: Archive,
+        done: Drained,
+        *,
+        beside: tuple[Beside, ...],
+        kept_s: float,
     ) -> None:
+        """`beside` is where the others end; of those before it in this run also up to when they are whole."""
+        self._name = name
         self._client = client
         self._control = keys.control
         self._stream = {"fates": keys.fates, "rollouts": keys.rollouts, "events": keys.events}[name]
         self._kept = EVENTS_KEPT if name == "events" else 0
         self._archive = archive
         self._done = done
+        self._beside = beside
         self._kept_s = kept_s
 
-    async def run(self) -> None:
+    async def run(self) -> bool:
+        """Whether all that the stream had is archived."""
         await asyncio.to_thread(self._archive.tidy)
-        before = head = await asyncio.to_thread(self._archive.head)
+        head = await asyncio.to_thread(self._archive.head)
+        whole = False
         for _ in range(BATCHES):
-            if not await self._batch(head):
-                break
+            whole = not await self._batch(head)
             head = await asyncio.to_thread(self._archive.head)
+            if whole:
+                break
         await asyncio.to_thread(self._archive.tidy)  # of links that are there only now
         await self._trim(head)
-        if before is not None and head is not None and day(before.link.highest) != day(head.link.highest):
+        if head is not None and head.link.merged != day(head.link.highest):
             await self._merge(head)
+        return whole
 
     async def _batch(self, head: Head | None) -> bool:
         """Whether there may be more."""
-        incarnation, newest = await self._present()
+        present = await self._present()
         link = head.link if head else None
-        again = link is not None and (incarnation != link.incarnation or place(newest) < place(link.cursor))
+        again = link is not None and (
+            present.incarnation != link.incarnation or place(present.newest) < place(link.cursor)
+        )
         cursor = FIRST if link is None or again else link.cursor
         entries = await self._read(cursor)
-        if not entries and not again:
+        if not entries and not again and not (self._name == LAST and self._untold(link)):
             return False
         records = [record for entry, fields in entries for record in self._archive.table.records(entry, fields)]
         if records and link is not None and place(entries[0][0]) <= place(link.highest):
             records = await asyncio.to_thread(self._unknown, records)
-        cursor = entries[-1][0] if entries else FIRST
-        more = {"cursor": cursor, "incarnation": incarnation}
+        cursor = entries[-1][0] if entries else cursor
+        more: dict[str, Any] = {"cursor": cursor, "incarnation": present.incarnation, "beside": self._beside}
+        more["clipped"] = link is None and present.lacks
         written = await asyncio.to_thread(lambda: self._archive.write(records, head, **more))
         if written is not None:
             self._done.entries += written.link.entries
         return bool(entries)
 
-    async def _present(self) -> tuple[str, str]:
-        """The coordinators' term, and the last entry that the stream ever had."""
-        incarnation = await self._client.command("HGET", self._control, "incarnation")
+    def _untold(self, link: Link | None) -> bool:
+        """Whether the chain does not tell yet where the others end, or that they are whole some time beyond that."""
+        told = {each.table: each for each in link.beside} if link else {}
+        for each in self._beside:
+            before = told.get(each.table, Beside(table=each.table))
+            late_ms = place(each.highest)[0] + LATE_S * 1000
+            if each.number and (before.number != each.number or before.until <= late_ms < each.until):
+                return True
+        return False
+
+    async def _present(self) -> Present:
+        incarnation = await self._client.command("HGET", self._control, "incarnation") or ""
         try:
             reply = await self._client.command("XINFO", "STREAM", self._stream)
         except ControlUnavailable:
             raise
         except ControlError:  # no such key
-            return incarnation or "", FIRST
+            return Present(incarnation)
         told = dict(zip(reply[::2], reply[1::2], strict=True))
-        return incarnation or "", str(told["last-generated-id"])
+        return Present(incarnation, str(told["last-generated-id"]), told["entries-added"] > told["length"])
 
     async def _read(self, after: str) -> list[Entry]:
         entries: list[Entry] = []
@@ -144,8 +209,8 @@ class Drain:
 
     async def _trim(self, head: Head | None) -> None:
         """Up to the last entry that was archived, which stays: so the stream tells how far it was trimmed."""
-        incarnation, _ = await self._present()
-        if head is None or head.link.incarnation != incarnation:
+        present = await self._present()
+        if head is None or head.link.incarnation != present.incarnation:
             return
         now = await self._client.command("TIME")
         bounds = [head.link.cursor, f"{max(0, now[0] * 1000 - int(self._kept_s * 1000))}-0"]
@@ -158,27 +223,47 @@ class Drain:
             self._done.trimmed += gone
 
     async def _merge(self, head: Head) -> None:
-        """Of days that are over: a file for each run is enough, up to a bound."""
-        for paths in await asyncio.to_thread(self._mergeable, day(head.link.highest)):
-            merged = await asyncio.to_thread(self._archive.merge, paths, head)
+        """Of days that are over: a file for each run is enough, up to a bound. What is left is the next run's."""
+        today = day(head.link.highest)
+        for group in await asyncio.to_thread(self._mergeable, today):
+            if self._done.merged + len(group) > MERGES and self._done.merged:
+                return
+            files, tables = await asyncio.to_thread(self._sound, group)
+            if len(files) < 2:
+                continue
+            merged = await asyncio.to_thread(self._archive.merge, files, tables, head)
             if merged is None:
                 return  # another is at it
             head = merged
-            self._done.merged += len(paths)
+            self._done.merged += len(files)
+        kept = {"cursor": head.link.cursor, "incarnation": head.link.incarnation, "beside": head.link.beside}
+        await asyncio.to_thread(lambda: self._archive.write([], head, merged=today, **kept))
 
-    def _mergeable(self, today: str) -> list[list[str]]:
+    def _mergeable(self, today: str) -> list[list[File]]:
         """Files of one run and day that together are not too large."""
         groups: list[list[File]] = []
         for file in sorted(self._archive.files().values(), key=_order):
             if f"/day={today}/" in file.path:
                 continue
             last = groups[-1] if groups else []
-            fits = sum(each.rows for each in last) + file.rows <= MERGED_ROWS
+            fits = sum(each.rows for each in last) + file.rows <= MERGED_ROWS and len(last) < FILES
             if last and fits and _directory(last[0]) == _directory(file):
                 last.append(file)
             else:
                 groups.append([file])
-        return [[file.path for file in group] for group in groups if len(group) > 1][:MERGES]
+        return [group for group in groups if len(group) > 1]
+
+    def _sound(self, group: list[File]) -> tuple[list[File], list[Any]]:
+        """Those that are what was archived, and what they hold."""
+        files, tables = [], []
+        for file in group:
+            try:
+                tables.append(self._archive.checked(file))
+                files.append(file)
+            except StoreError as error:
+                log.error("left as it is: %s", error)
+                self._done.damaged.append(f"{self._name}: {error}")
+        return files, tables
 
 
 def _directory(file: File) -> str:

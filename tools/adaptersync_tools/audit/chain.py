@@ -1,22 +1,63 @@
 """Whether the archive's files are those that its chain names: nothing changed, missing, added or cut out.
 
-Whoever may write the store can write a chain anew that agrees with itself; that is found where a link's digest was
-noted elsewhere (`noted`). Knows nothing of what is in the files.
+Links tell of the ends of the other tables' chains, too, so that the end of one cannot be cut off unseen. Whoever may
+write the store can write all chains anew, so that they agree; that is found where a link's digest was noted elsewhere
+(`noted`). Knows nothing of what is in the files.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
-from adaptersync_core.archive import Archive, File
+from adaptersync_core.archive import Archive
+from adaptersync_core.chain import FILES, Beside, File, Link, listing
 from adaptersync_core.errors import StoreError
 
+DIGITS = 16  # of a digest, enough to tell links apart
 
-def contradictions(archive: Archive, noted: Mapping[int, str]) -> Iterator[str]:
+
+class Ends:
+    """What the links of each table say of the other tables' chains, held against these once all were read."""
+
+    def __init__(self) -> None:
+        self._read: list[tuple[Archive, dict[int, str]]] = []
+        self._told: dict[str, dict[tuple[int, str], str]] = defaultdict(dict)  # by whom, by number and digest
+        self.settled_ms: dict[str, int] = defaultdict(int)
+
+    def read(self, archive: Archive, digests: dict[int, str]) -> None:
+        """A chain that could be read to its end."""
+        self._read.append((archive, digests))
+
+    def take(self, by: str, beside: Beside) -> None:
+        self.settled_ms[beside.table] = max(self.settled_ms[beside.table], beside.settled_ms)
+        if beside.number:
+            self._told[beside.table].setdefault((beside.number, beside.sha256[:DIGITS]), by)
+
+    def contradictions(self) -> Iterator[str]:
+        """Of each table the first link that is another one, and the last that is cut off."""
+        for archive, digests in self._read:
+            table = archive.root.name
+            for path, head in archive.links(max(digests, default=0)):  # a worker may have gone on meanwhile
+                digests[int(path.name)] = head.sha256[:DIGITS]
+            told, end = self._told[table], max(digests, default=0)
+            last = max(told, default=(0, ""))
+            if last[0] > end:
+                what = f"the chain ends at {end}" if end else "the table is gone"
+                yield f"{table}: table {told[last]} tells of link {last[0]}, and {what}"
+            for (number, digest), by in sorted(told.items()):
+                if digests.get(number, digest) != digest:
+                    yield f"{table}: link {number} is not the one that table {by} tells of"
+                    break
+
+
+def contradictions(archive: Archive, noted: Mapping[int, str], ends: Ends) -> Iterator[str]:
     """One line each. `noted` are digests, or their heads, by number of the link."""
     name = archive.root.name
+    digests: dict[int, str] = {}
     live: dict[str, File] = {}
     expected, previous = 1, ""
     missing = dict(noted)
@@ -40,13 +81,31 @@ def contradictions(archive: Archive, noted: Mapping[int, str]) -> Iterator[str]:
                 if file.path in live:
                     yield f"{name}: link {number} names {file.path} once more"
                 live[file.path] = file
+            if link.listed:
+                yield from _listed(archive, link, path / FILES, live)
+            for beside in link.beside:
+                ends.take(name, beside)
+            digests[number] = head.sha256[:DIGITS]
             expected, previous = number + 1, head.sha256
     except StoreError as error:
         yield f"{name}: {error}"
         return
     for number in sorted(missing):
         yield f"{name}: link {number} was noted, and the chain ends at {expected - 1}"
+    ends.read(archive, digests)
     yield from _files(archive, live)
+
+
+def _listed(archive: Archive, link: Link, path: Path, live: Mapping[str, File]) -> Iterator[str]:
+    expected = listing(live.values())
+    if hashlib.sha256(expected).hexdigest() != link.listed:
+        yield f"{archive.root.name}: link {link.number} lists other files than the links up to it"
+    try:
+        there = path.read_bytes()
+    except OSError:
+        there = b""
+    if hashlib.sha256(there).hexdigest() != link.listed:
+        yield f"{archive.root.name}: the list of files beside link {link.number} was changed"
 
 
 def _files(archive: Archive, live: Mapping[str, File]) -> Iterator[str]:

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from adaptersync_core.archive import Archive, partition, place
+from adaptersync_core.archive import Archive, partition
+from adaptersync_core.chain import place
 from adaptersync_core.errors import ArtifactCorrupt, NameInvalid, StoreError
 from adaptersync_core.events import (
     AdapterPublished,
@@ -68,7 +69,7 @@ class Evidence:
         self.versions: dict[str, Version] = defaultdict(Version)
         self.restored = False
         self.contradictions: list[str] = []
-        self.known = False  # whether anything speaks of the run
+        self.known = False  # whether any event speaks of the run
 
     def complete(self, version: str) -> bool:
         """Whether all that happened to it is in the archive."""
@@ -89,7 +90,6 @@ def read_evidence(events: Archive, store: ArtifactStore, run: str, *, lenient: b
     for name in [name for name in store.versions() if parse_adapter_id(name).run == run]:
         evidence.versions[name]
     for name, version in evidence.versions.items():
-        evidence.known = True
         _compare(evidence, store, name, version)
     return evidence
 

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from adaptersync_core.archive import Archive, partition, place
+from adaptersync_core.archive import Archive, partition
+from adaptersync_core.chain import place
 from adaptersync_core.fates import TRAINED, VOIDED
 from adaptersync_core.rollouts import OPEN, UNKNOWN, Row, join
 from adaptersync_tools.audit.evidence import Evidence, Place

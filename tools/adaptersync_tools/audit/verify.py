@@ -14,8 +14,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from adaptersync_core.archive import Archive, place
+from adaptersync_core.archive import Archive
 from adaptersync_core.archived import TABLES
+from adaptersync_core.chain import LATE_S, place
 from adaptersync_core.errors import NameInvalid
 from adaptersync_core.fates import TRAINED
 from adaptersync_core.identity import parse_adapter_id
@@ -26,7 +27,6 @@ from adaptersync_tools.audit import chain
 from adaptersync_tools.audit.evidence import Evidence, Version, read_evidence
 from adaptersync_tools.audit.rollouts import Rollout, read_rollouts
 
-LATE_S = 120.0  # how long a row may be on its way to Redis while others are written
 SERVED = "ok"
 GAPS = 20  # told of one router process; of more their number
 
@@ -56,17 +56,21 @@ class Audit:
         self._run = run
         self._noted = noted or {}
         self._archives = {name: Archive(store, group, name) for name in TABLES}
+        self._settled_ms = 0  # what is told of until then has its row by now
 
     def contradictions(self) -> Iterator[str]:
         """One line each; NameInvalid when nothing is known of such a run."""
         count = 0
+        ends = chain.Ends()
         for archive in self._archives.values():
-            yield from chain.contradictions(archive, self._noted.get(archive.root.name, {}))
+            yield from chain.contradictions(archive, self._noted.get(archive.root.name, {}), ends)
             head = archive.head()
             if head:
                 self.counts.links += head.link.number
                 self.counts.heads[archive.root.name] = f"{head.link.number}:{head.sha256}"
             self.counts.files += len(archive.files())
+        yield from ends.contradictions()
+        self._settle(ends)
         evidence = read_evidence(self._archives["events"], self._store, self._run, lenient=True)
         yield from evidence.contradictions
         self.counts.versions = len(evidence.versions)
@@ -84,7 +88,7 @@ class Audit:
     def _rollout(self, rollout: Rollout, evidence: Evidence) -> Iterator[str]:
         counts, row = self.counts, rollout.row
         if row is None:
-            if rollout.told_at and self._later("rollouts", rollout.told_at[0]):
+            if rollout.told_at and rollout.told_at[0] < self._settled_ms:
                 yield f"its trainer says {rollout.fate}, and no row tells of it"
             return
         counts.rollouts += 1
@@ -142,18 +146,22 @@ class Audit:
                 yield f"was served by {row.version} at {where}, which never said that it holds it"
         self.counts.unproven += not proven
 
-    def _later(self, table: str, milliseconds: int) -> bool:
-        """Whether all that belongs to that moment must be in the archive by now."""
-        head = self._archives[table].head()
-        return head is not None and place(head.link.highest)[0] > milliseconds + LATE_S * 1000
+    def _settle(self, ends: chain.Ends) -> None:
+        """By the rollouts themselves, and by what other tables say of them: the end of theirs may have been cut off."""
+        head = self._archives["rollouts"].head()
+        last_ms = place(head.link.highest)[0] if head else 0
+        self._settled_ms = max(last_ms, ends.settled_ms["rollouts"]) - int(LATE_S * 1000)
 
     def _gaps(self) -> Iterator[str]:
-        """Of all runs: a router numbers its rollouts, whichever run they are of, and garbage is of none."""
+        """Of all runs: a router numbers its rollouts, whichever run they are of, and garbage is of none.
+
+        From 1, so the first ones are missed, too; but not where the stream had lost entries before it was archived.
+        """
         archive = self._archives["rollouts"]
-        head = archive.head()
-        if head is None:
+        first = next((head.link for _, head in archive.links()), None)
+        if first is None:
             return
-        settled = place(head.link.highest)[0] - LATE_S * 1000
+        before = [] if first.clipped else [0]
         numbers: dict[str, array[int]] = {}
         latest: dict[str, int] = {}
         for table in archive.tables("", ["entry", "request_id", "unread"], lenient=True):
@@ -164,10 +172,11 @@ class Audit:
                     life, number = _number(name)
                     if number:
                         numbers.setdefault(life, array("Q")).append(number)
-                        if place(entry)[0] <= settled:
+                        if place(entry)[0] <= self._settled_ms:
                             latest[life] = max(latest.get(life, 0), number)
         for life, found in sorted(numbers.items()):
-            yield from _holes(life, sorted({number for number in found if number <= latest.get(life, 0)}))
+            settled = {number for number in found if number <= latest.get(life, 0)}
+            yield from _holes(life, [*before, *sorted(settled)])
 
 
 def _holes(life: str, numbers: list[int]) -> Iterator[str]:

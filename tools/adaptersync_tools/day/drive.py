@@ -20,6 +20,7 @@ from msgspec import Struct
 from adaptersync_core.errors import AdapterSyncError
 from adaptersync_tools.day import site
 from adaptersync_tools.day.fleet import CONTROL, FIRST, FRONT, HOSTS, RUN, SECOND, DayFailed, Fleet
+from adaptersync_tools.day.release import next_release
 from adaptersync_tools.day.site import Site
 from adaptersync_tools.demo.synthetic import write_adapter
 from adaptersync_tools.servers import Role
@@ -102,6 +103,7 @@ class Day:
         for count in (4, 1, 2):
             self._step(f"scale to {count}", lambda count=count: self._scale(fleet, count), traffic=True)  # type: ignore[misc]
         self._step("restart Redis", lambda: self._restart_redis(fleet), traffic=True)
+        self._step("replace Redis", lambda: self._replace_redis(fleet), traffic=True)
         self._step("upgrade one by one", lambda: self._upgrade(fleet), traffic=True)
         self._step("publish the next version", lambda: self._publish(fleet), traffic=True)
         self._step("roll back", lambda: self._roll_back(fleet), traffic=True)
@@ -147,21 +149,30 @@ class Day:
     def _restart_redis(self, fleet: Fleet) -> str:
         for role in Role:
             fleet.restart_server(role)
-        seconds = fleet.wait("healthy after the restart", lambda status: bool(status["healthy"]))
-        again = self._ended(fleet).pop(WORKER, 0)
+        return f"both servers; {self._recovered(fleet)}"
+
+    def _replace_redis(self, fleet: Fleet) -> str:
+        fleet.replace_server(Role.CONTROL)
+        return f"its replica has the address; {self._recovered(fleet)}"
+
+    def _recovered(self, fleet: Fleet) -> str:
+        seconds = fleet.wait("healthy again", lambda status: bool(status["healthy"]))
+        again = self._ended(fleet).pop(WORKER, 0) - self._pardoned
         self._pardoned += again
         more = "; the worker ended without it, as rq's do, and was started again" if again else ""
-        return f"both servers; healthy {seconds:.1f} s later{more}"
+        return f"healthy {seconds:.1f} s later{more}"
 
     def _upgrade(self, fleet: Fleet) -> str:
+        """To a release that stores more: those of both read each other's tables, reports and rows meanwhile."""
+        release = next_release(self._directory / "next")
         done = []
-        plan = [(CONTROL, "coordinator"), (CONTROL, "worker"), (FRONT, "router"), (FRONT, "router@1")]
         last = "1" if self._loopback else "0"
-        plan += [(FIRST, "agent@0"), (FIRST, "replica@0"), (SECOND, f"agent@{last}"), (SECOND, f"replica@{last}")]
+        plan = [(CONTROL, "coordinator"), (CONTROL, "worker"), (FIRST, "agent@0"), (FIRST, "replica@0")]
+        plan += [(SECOND, f"agent@{last}"), (SECOND, f"replica@{last}"), (FRONT, "router"), (FRONT, "router@1")]
         if self._short:  # one of each kind
-            plan = [plan[0], plan[1], plan[3], plan[4], plan[7]]
+            plan = [plan[0], plan[1], plan[2], plan[5], plan[7]]
         for host, name in plan:
-            seconds = fleet.at(host).restart(f"adaptersync-{name}.service")
+            seconds = fleet.at(host).upgrade(f"adaptersync-{name}.service", release)
             fleet.wait(
                 f"healthy after {name} of {host} was upgraded",
                 lambda status: bool(status["healthy"]) and _ready(status) == 2,

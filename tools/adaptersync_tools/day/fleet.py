@@ -107,10 +107,12 @@ class Fleet:
         return self.units[self._host(host).name]
 
     def start_server(self, role: Role) -> None:
-        directory = self.directory / f"redis-{role}"
+        self._start_server(f"redis-{role}", role, self._ports[role])
+
+    def _start_server(self, name: str, role: Role, port: int) -> None:
+        directory = self.directory / name
         directory.mkdir(mode=0o700, exist_ok=True)
         config, host = directory / "server.conf", self._host(CONTROL)
-        port = self._ports[role]
         text = render_config(role, directory=directory, port=port, password=None, maxmemory_mb=MEMORY_MB)
         if not self.site.loopback:  # nobody else is in its network
             text = text.replace("bind 127.0.0.1", f"bind {host.address} 127.0.0.1").replace(
@@ -118,11 +120,40 @@ class Fleet:
             )
         config.write_text(text)
         command = tuple(host.command(str(find_binary()), str(config)))
-        self.supervisor.start(Spec(name=f"redis-{role}", command=command, tier=SERVER_TIER))
+        self.supervisor.start(Spec(name=name, command=command, tier=SERVER_TIER))
 
     def restart_server(self, role: Role) -> None:
         self.supervisor.retire(f"redis-{role}", patience_s=10.0)
         self.start_server(role)
+
+    def replace_server(self, role: Role) -> None:
+        """As deploy/README.md has it: another server with its data takes over the address."""
+        old, new = self._ports[role], free_ports(1)[0]
+        self._start_server(f"redis-{role}-new", role, new)
+        self.supervisor.wait_for("new server", lambda: bool(self._ask_server(new, "PING")), limit_s=WAIT_S)
+        self._ask_server(new, "REPLICAOF", self._host(CONTROL).address, str(old))
+
+        def follows() -> bool:
+            return (self._ask_server(new, "INFO", "replication") or {}).get("master_link_status") == "up"
+
+        self.supervisor.wait_for("data of the old server", follows, limit_s=WAIT_S)
+        self.supervisor.retire(f"redis-{role}", patience_s=10.0)
+        for words in (("REPLICAOF", "NO", "ONE"), ("CONFIG", "SET", "port", str(old))):
+            if self._ask_server(new, *words) is None:
+                raise DayFailed(f"new server refuses {' '.join(words)}", role=role)
+
+    def _ask_server(self, port: int, *words: str) -> Any:
+        """What the server at that port replies; None when it does not."""
+        host = self._host(CONTROL)
+        command = python("adaptersync_tools.day.ask_redis", f"redis://{host.address}:{port}/0", *words)
+        done = subprocess.run(  # noqa: S603
+            host.command(*command),
+            capture_output=True,
+            timeout=COMMAND_S,
+            check=False,
+            env={**os.environ, "PYTHONPATH": OURS},
+        )
+        return orjson.loads(done.stdout) if done.returncode == 0 else None
 
     def adaptersync(self, *arguments: str, on: str = TRAINER, check: bool = True) -> subprocess.CompletedProcess[str]:
         """The command line, as an operator of that host uses it; DayFailed when it fails."""

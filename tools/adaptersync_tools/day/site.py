@@ -20,7 +20,7 @@ from adaptersync_core.errors import AdapterSyncError
 TOOL_S = 20.0
 NETWORK = "10.213.7"  # within the namespaces only
 MARK = "asd"
-TOOLS = ("ip", "unshare", "sh")
+TOOLS = ("ip", "unshare", "sh", "hostname")
 # what runs on a host has its name; the arguments are no part of the script
 NAMED = ("unshare", "--uts", "--", "sh", "-c", 'hostname "$0" && exec "$@"')
 
@@ -35,7 +35,7 @@ def objection() -> str:
         return "not Linux"
     if os.geteuid() != 0:
         return "not root"
-    missing = [tool for tool in (*TOOLS, "hostname") if shutil.which(tool) is None]
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"no {' '.join(missing)} here"
     try:

@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import adaptersync
-import adaptersync_core
-import adaptersync_tools
 from adaptersync_core.errors import AdapterSyncError
+from adaptersync_tools.day.release import PACKAGES
 from adaptersync_tools.day.site import Host
 from adaptersync_tools.supervisor import Service, Spec, Supervisor
 from adaptersync_tools.systemd.units import UNITS
@@ -29,11 +27,7 @@ STOP_S = 90.0  # a worker's unit gives it ten minutes for the job in hand; here 
 SERVER_TIER, ENGINE_TIER, SERVICE_TIER, FRONT_TIER, CLIENT_TIER = range(5)  # higher stops first
 TIERS = {"replica": ENGINE_TIER, "router": FRONT_TIER}
 ISOLATED = "-I"  # of an installation; here the packages are wherever we have ours
-OURS = os.pathsep.join(
-    dict.fromkeys(
-        str(Path(package.__file__ or "").parents[1]) for package in (adaptersync, adaptersync_core, adaptersync_tools)
-    )
-)
+OURS = os.pathsep.join(dict.fromkeys(str(package.parent) for package in PACKAGES.values()))
 
 
 class UnitFailed(AdapterSyncError):
@@ -86,6 +80,7 @@ class Units:
         self._run = run  # the path of a socket must be short
         self._supervisor = supervisor
         self._started: list[str] = []
+        self._releases: dict[str, str] = {}  # where packages are of those that were upgraded
         self._ended: Counter[str] = Counter()  # by themselves, of services that were stopped since
 
     @property
@@ -123,7 +118,7 @@ class Units:
             command=tuple(self._host.command(*unit.command(self._host, self._root / "etc/adaptersync"))),
             tier=TIERS.get(unit.kind, SERVICE_TIER),
             environment=unit.environment(self._host, self._root / "cache")
-            | {"NOTIFY_SOCKET": str(bell), "PYTHONPATH": OURS},
+            | {"NOTIFY_SOCKET": str(bell), "PYTHONPATH": self._releases.get(name, OURS)},
             grace_s=unit.stop_s,
         )
         listener = bells.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
@@ -146,9 +141,10 @@ class Units:
         if time.monotonic() - began >= limit_s:
             raise UnitFailed("service did not stop in its time", unit=name, host=self._host.name, limit_s=limit_s)
 
-    def restart(self, name: str) -> float:
-        """As an upgrade does; what requires it comes back with it. Returns the seconds it took."""
+    def upgrade(self, name: str, release: str) -> float:
+        """Restart it from there; what requires it comes back with it, as it was. Returns the seconds it took."""
         began = time.monotonic()
+        self._releases[name] = release
         beside = [other for other in self.running if name in self._unit(other).requires()]
         self.stop(name)
         self.start(name, *beside)

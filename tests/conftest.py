@@ -15,6 +15,7 @@ from adaptersync_tools.servers import Role
 from support.adapters import ALL_TARGETS
 from support.engines import Engine, vllm_cpu
 from support.redis_servers import KINDS, RedisServers
+from support.strangers import Stranger
 from support.tiny_model import build_tiny_model
 
 # a busy machine is no failure
@@ -45,6 +46,11 @@ def redis_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSer
     servers = RedisServers(tmp_path_factory.mktemp("servers"))
     yield servers
     servers.stop()
+
+
+@pytest.fixture
+def stranger(monkeypatch: pytest.MonkeyPatch) -> Stranger:
+    return Stranger(monkeypatch)
 
 
 @pytest.fixture(params=KINDS)

@@ -332,7 +332,9 @@ def secrets_are_files(place: Place, homes: dict[str, str], token: str) -> None:
     """That nobody else reads; and in the environment of no service, nor its arguments."""
     for home in homes.values():
         kept = [
-            path for path in Path(home).rglob("*") if path.suffix == ".password" or path.parent.name == "replica-keys"
+            path
+            for path in Path(home).rglob("*")
+            if path.suffix in (".password", ".toml") or path.parent.name == "replica-keys"
         ]
         assert kept
         assert [path for path in (Path(home), *kept) if path.stat().st_mode & 0o077] == []
@@ -341,6 +343,7 @@ def secrets_are_files(place: Place, homes: dict[str, str], token: str) -> None:
     for line in services:
         given = b"".join(Path(f"/proc/{line.split()[0]}/{name}").read_bytes() for name in ("environ", "cmdline"))
         assert b"PASSWORD_ROUTER" not in given
+        assert b"REDIS__CONTROL_URL" not in given
         assert token.encode() not in given
 
 

@@ -18,6 +18,7 @@ from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.lane import FastLane
 from adaptersync_core.manifest import Manifest, check_against_base, content_digest, inspect
 from adaptersync_core.markers import Lookout
+from adaptersync_core.own_place import foreign_part
 from adaptersync_core.store import DIRECTORY_MODE, ArtifactStore, make_directory, verify_files, write_verified
 
 FIRST_PAUSE_S = 0.05  # between looks at a mount that does not show a version yet; doubles up to LAST_PAUSE_S
@@ -96,6 +97,13 @@ class Staging:
 
     def _stage(self, manifest: Manifest, contents: dict[str, bytes] | None) -> tuple[float, float]:
         """Copy what is not there yet and read all of it again; when each was done. What turns out bad is replaced."""
+        make_directory(self.root)
+        if part := foreign_part(self.root):  # who could exchange what was verified
+            raise StagingFailed(
+                "place for versions belongs to somebody else",
+                next_step="remove it, or set agent.stage_path to a directory of your own",
+                place=str(part),
+            )
         place = self.path(manifest.adapter_id)
         if not place.is_dir():
             self._copy(manifest, contents)
@@ -116,7 +124,6 @@ class Staging:
         place = self.path(manifest.adapter_id)
         half = self.root / f".half-{manifest.adapter_id}-{secrets.token_hex(4)}"
         bad = half.with_name(f"{half.name}-bad")
-        make_directory(self.root)
         try:
             half.mkdir()
             half.chmod(DIRECTORY_MODE)  # the engine may run as another user

@@ -12,6 +12,7 @@ import secrets
 from pathlib import Path
 
 from adaptersync_core.errors import ConfigError
+from adaptersync_core.own_place import foreign_part
 
 
 def new_token(file: str) -> str:
@@ -23,6 +24,13 @@ def new_token(file: str) -> str:
     scratch = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        if part := foreign_part(path.parent):
+            raise ConfigError(
+                "token would lie in a place of somebody else's",
+                next_step="remove it, or set engine.run_path to a directory of your own",
+                key="agent.token_file",
+                place=str(part),
+            )
         descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
         with os.fdopen(descriptor, "w") as out:
             out.write(token)

@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from adaptersync_core.own_place import foreign_part
+
 TOKEN_FILE = "ADAPTERSYNC_DOOR_TOKEN_FILE"  # noqa: S105 - the name of a variable
 TOKEN_HEADER = b"x-adaptersync-token"
 IDENTITY = "/adaptersync/engine"  # answered by the door itself: this life of the process, and its adapters' numbers
@@ -82,6 +84,8 @@ class Door:
 def shows_token(shown: Sequence[bytes], file: Path) -> bool:
     """Whether a call's token headers are exactly one, the present one. Without a readable token nobody has it."""
     try:
+        if foreign_part(file):  # a stranger's token, left where the agent's would be
+            return False
         with file.open("rb") as opened:
             present = opened.read(TOKEN_BYTES + 1)
     except OSError:

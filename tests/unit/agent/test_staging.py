@@ -22,6 +22,7 @@ from adaptersync_core.markers import Lookout
 from adaptersync_core.store import ArtifactStore, Reader, verify_files
 from adaptersync_tools.simulator.store import LaggingView
 from support.artifacts import manifest_of, small_adapter, stored
+from support.strangers import Stranger, common
 from support.wait import wait_until
 
 
@@ -76,6 +77,19 @@ async def test_an_engine_of_another_user_can_read_what_is_staged(tmp_path: Path,
     place = staging.path(manifest.adapter_id)
     assert [oct(path.stat().st_mode & 0o777) for path in (staging.root, place)] == ["0o755", "0o755"]
     assert {oct(path.stat().st_mode & 0o777) for path in place.iterdir()} == {"0o644"}
+
+
+async def test_nothing_is_staged_or_taken_where_a_stranger_was_first(
+    tmp_path: Path, root: Path, stranger: Stranger
+) -> None:
+    """Who owns the place can exchange what was verified."""
+    manifest = stored(ArtifactStore(root), tmp_path)
+    place = common(tmp_path) / "ours"
+    staging = Staging(place / "staged", ArtifactStore(root))
+    await staging.bring(manifest, timeout_s=5)
+    stranger.takes(place)
+    with pytest.raises(StagingFailed, match="belongs to somebody else"):
+        await staging.bring(manifest, timeout_s=5)
 
 
 async def test_a_staged_version_is_not_fetched_again(tmp_path: Path, root: Path) -> None:

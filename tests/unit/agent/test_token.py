@@ -10,6 +10,7 @@ import pytest
 from adaptersync.agent.token import new_token
 from adaptersync.engine.door import shows_token
 from adaptersync_core.errors import ConfigError
+from support.strangers import Stranger, common
 
 
 def test_each_start_makes_another_and_shuts_out_the_one_before(tmp_path: Path) -> None:
@@ -52,3 +53,13 @@ def test_nothing_is_left_where_the_place_is_taken(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         new_token(str(tmp_path / "token"))
     assert [path.name for path in tmp_path.iterdir()] == ["token"]
+
+
+def test_none_is_left_or_taken_where_a_stranger_was_first(tmp_path: Path, stranger: Stranger) -> None:
+    file = common(tmp_path) / "run" / "0" / "token"
+    token = new_token(str(file))
+    assert shows_token([token.encode()], file)
+    stranger.takes(file.parent.parent)
+    with pytest.raises(ConfigError, match="somebody else's"):
+        new_token(str(file))
+    assert not shows_token([token.encode()], file)

@@ -196,7 +196,9 @@ def launch(tmp_path: Path) -> Any:
     for user in ("coordinator-coordinator-0", "router-router-0", "worker-worker-0", "agent-replica-3", "trainer-r"):
         (passwords / f"{user}.password").write_text(f"{SECRET}\n")
     settings = (DEPLOY / "hfjobs" / "fleet.env").read_text()
-    for name, value in {"PASSWORDS": str(passwords), "ROUTER_URL": "https://j--8080.hf.jobs"}.items():
+    addresses = {name: f"rediss://ops:{SECRET}@redis.example:6380/0" for name in ("REDIS_URL", "REDIS_CACHE_URL")}
+    given = {"PASSWORDS": str(passwords), "ROUTER_URL": "https://j--8080.hf.jobs", **addresses}
+    for name, value in given.items():
         settings, found = re.subn(rf"^{name}=\S*", f"{name}={value}", settings, flags=re.MULTILINE)
         assert found == 1
     (tmp_path / "my.env").write_text(settings)
@@ -244,7 +246,8 @@ def test_a_job_is_one_that_hugging_face_takes(launch: Any, part: str, command: s
     summary = re.sub(r" +", " ", ran.stdout)
     assert f"command {command}\n" in summary
     assert "(dry run) Job not submitted." in summary
-    for part in (*said, "timeout 12h", "rediss://"):
+    addresses = [f"ADAPTERSYNC_REDIS__{server}_URL=***" for server in ("CONTROL", "CACHE")]
+    for part in (*said, *addresses, "timeout 12h"):
         assert part in summary
     given = set(re.findall(r"ADAPTERSYNC_\w+(?==)", summary))
     assert given <= {variable(name) for name in names()}

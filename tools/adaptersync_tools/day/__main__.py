@@ -38,9 +38,9 @@ def day(short: bool, loopback: bool, clients: int, as_json: bool, report_path: P
     """Rehearse an operator's day on simulated engines.
 
     Hosts are network namespaces on a bridge of their own (as root; else all is one host). Services are installed from
-    one configuration, scaled 2, 4, 1 and 2, Redis is restarted and replaced, every service upgraded one by one, a version
-    rolled back, and the ledger audited. Clients ask all the while; an error that one of them sees fails the day. Takes some
-    minutes at most; exit status 1 when anything was not as it should be.
+    one configuration, scaled 2, 4, 1 and 2, Redis is restarted and replaced, every service upgraded one by one, a
+    version rolled back, and the ledger audited. Clients ask all the while; an error that one of them sees fails the
+    day. Takes some minutes at most; exit status 1 when anything was not as it should be.
     """
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise click.BadParameter("must be empty", param_hint="--keep")

@@ -14,7 +14,7 @@ class Stranger:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._theirs: set[Path] = set()
         self._lstat = Path.lstat
-        monkeypatch.setattr(Path, "lstat", self._told)
+        monkeypatch.setattr(Path, "lstat", lambda path: self._told(path))
 
     def takes(self, path: Path) -> None:
         self._theirs.add(path)

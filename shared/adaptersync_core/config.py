@@ -18,13 +18,15 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from adaptersync_core.address import complete
+from adaptersync_core.address import HIDDEN, complete, discreet
 from adaptersync_core.config_check import check
 from adaptersync_core.errors import ConfigError
 from adaptersync_core.keys import SESSION_TTL_S
 from adaptersync_core.proof import Verdict
 
 ENVIRONMENT = "ADAPTERSYNC_"
+CONFIG = f"{ENVIRONMENT}CONFIG"  # names the file
+SECRETS = ("router.gate_token",)
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -367,7 +369,7 @@ def load_config(
 ) -> Config:
     """Settings from defaults, file, environment and `overrides` ("router.port": 8080), in that order."""
     environment = os.environ if environment is None else environment
-    named = path or (Path(environment["ADAPTERSYNC_CONFIG"]) if environment.get("ADAPTERSYNC_CONFIG") else None)
+    named = path or (Path(environment[CONFIG]) if environment.get(CONFIG) else None)
     settings = _read(named) if named else {}
     given: dict[str, str] = {}  # by the environment
     misspelt = {variable(name).replace("__", "_"): name for name in names()}
@@ -426,6 +428,13 @@ def names() -> list[str]:
 def variable(name: str) -> str:
     """What a setting ("router.port") is called in the environment."""
     return f"{ENVIRONMENT}{name.replace('.', '__')}".upper()
+
+
+def shown(name: str, value: Any) -> Any:
+    """A setting's value without the secret that it is, or has within."""
+    if not value or not isinstance(value, str):
+        return value
+    return HIDDEN if name in SECRETS else discreet(value)
 
 
 def _set(settings: dict[str, Any], section: str, key: str, value: Any) -> None:

@@ -15,8 +15,9 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.timeouts import UnixSignalDeathPenalty
 
+from adaptersync.jobs.app import environment
 from adaptersync.jobs.gate import Candidate, ask, evaluate_version
-from adaptersync_core.config import Config, RouterSection
+from adaptersync_core.config import Config, RedisSection, RouterSection
 from adaptersync_core.keys import Keys
 from adaptersync_core.queue import Jobs, job_id
 from adaptersync_core.records import VersionRecord
@@ -110,6 +111,44 @@ async def test_a_worker_that_is_killed_in_the_midst_of_it_is_replaced(
         events = await group.registry.client.command("XRANGE", group.registry.keys.events, "-", "+")
         assert [fields["type"] for _, fields in events].count("version.promoted") == 1
         assert "request.refused" not in [fields["type"] for _, fields in events]
+
+
+@pytest.mark.parametrize("group", [("starts_something", {})], indirect=True)
+async def test_what_it_starts_is_handed_no_secret_of_the_settings(
+    group: Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its job has them nevertheless: without the address it could not even begin."""
+    begun, secret = tmp_path / "begun", "hunter-2"
+    monkeypatch.setenv("GATE_BEGUN", str(begun))
+    # a server without users lets everybody in, whatever they show
+    url = group.config.redis.control_url.replace("redis://", f"redis://default:{secret}@")
+    config = replace(
+        group.config, redis=replace(group.config.redis, control_url=url), router=RouterSection(gate_token=secret)
+    )
+    async with (
+        working(config, log=tmp_path / "worker.log", file=tmp_path / "worker.toml"),
+        publishing(group.config) as publisher,
+    ):
+        publication = await asyncio.to_thread(publisher.publish, group.adapter())
+
+        async def current() -> bool:
+            return (await record(group, publication.adapter_id)).state == "current"
+
+        await wait_until(current, timeout_s=30)
+    handed = begun.read_text()
+    assert "ADAPTERSYNC_STORE__PATH=" in handed
+    assert secret not in handed
+
+
+def test_settings_with_secrets_are_left_where_they_were_given(tmp_path: Path) -> None:
+    config = Config(
+        redis=RedisSection(control_url="rediss://ops:hunter-2@redis.example/0", password_file="/etc/password"),
+        router=RouterSection(gate_token="hunter-2", port=8088),
+    )
+    given = environment(config, tmp_path / "adaptersync.toml")
+    assert not [name for name, value in given.items() if "hunter-2" in value]
+    assert given["ADAPTERSYNC_CONFIG"] == str(tmp_path / "adaptersync.toml")
+    assert (given["ADAPTERSYNC_ROUTER__PORT"], given["ADAPTERSYNC_REDIS__PASSWORD_FILE"]) == ("8088", "/etc/password")
 
 
 @pytest.mark.parametrize("group", [("sleeps", {"gate_timeout_s": 0.5})], indirect=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -43,3 +44,10 @@ def waits(candidate: Candidate) -> Verdict:
         begun.write_text(str(os.getpid()))
         time.sleep(3600)
     return Verdict(outcome="pass", reason="the second time")
+
+
+def starts_something(candidate: Candidate) -> Verdict:
+    """Which is handed the environment, and leaves it in a file."""
+    handed = subprocess.run(["env"], capture_output=True, check=True).stdout
+    Path(os.environ["GATE_BEGUN"]).write_bytes(handed)
+    return Verdict(outcome="pass")

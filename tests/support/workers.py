@@ -9,23 +9,41 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from adaptersync.jobs.app import environment
 from adaptersync_core.config import Config
+from adaptersync_tools.explain import to_toml
 
 
-def start_worker(config: Config, *, log: Path, **more: str) -> subprocess.Popen[bytes]:
-    variables = {**os.environ, **environment(config), **more, "PYTHONPATH": os.pathsep.join(sys.path)}
+def start_worker(config: Config, *, log: Path, file: Path | None = None, **more: str) -> subprocess.Popen[bytes]:
+    """With its settings in that file, where one is named."""
+    variables = {**os.environ, **({} if file else environment(config)), **more}
+    command = [sys.executable, "-m", "adaptersync_tools.cli", "worker"]
+    if file:
+        file.write_text(to_toml(named(config)))
+        command += ["--config", str(file)]
     with log.open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "adaptersync_tools.cli", "worker"], stderr=output, stdout=output, env=variables
+            command, stderr=output, stdout=output, env=variables | {"PYTHONPATH": os.pathsep.join(sys.path)}
         )
 
 
+def named(config: Config) -> dict[str, Any]:
+    """All settings by name ("router.port")."""
+    return {
+        f"{section}.{key}": value
+        for section, fields in msgspec.to_builtins(config).items()
+        for key, value in fields.items()
+    }
+
+
 @asynccontextmanager
-async def working(config: Config, *, log: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
+async def working(config: Config, *, log: Path, file: Path | None = None) -> AsyncIterator[subprocess.Popen[bytes]]:
     """Ended in order, unless the test has killed it."""
-    worker = await asyncio.to_thread(start_worker, config, log=log)
+    worker = await asyncio.to_thread(start_worker, config, log=log, file=file)
     try:
         yield worker
     finally:

@@ -16,10 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from adaptersync_core import config as settings
-from adaptersync_core.address import HIDDEN, discreet
-from adaptersync_core.config import Config, variable
-
-SECRETS = ("router.gate_token",)
+from adaptersync_core.config import Config, shown, variable
 
 
 class Key(Struct, frozen=True, kw_only=True):
@@ -42,16 +39,10 @@ def keys(config: Config) -> Iterator[Key]:
             yield Key(
                 name=f"{section}.{field}",
                 default=defaults[section][field],
-                value=_shown(f"{section}.{field}", value),
+                value=shown(f"{section}.{field}", value),
                 meaning=meanings.get((kind, field), ""),
                 variable=variable(f"{section}.{field}"),
             )
-
-
-def _shown(name: str, value: Any) -> Any:
-    if not value or not isinstance(value, str):
-        return value
-    return HIDDEN if name in SECRETS else discreet(value)
 
 
 def _meanings() -> dict[tuple[str, str], str]:

@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -24,7 +25,7 @@ from rq.utils import now
 
 from adaptersync.jobs.figures import JobFigures
 from adaptersync.jobs.schedule import Schedule
-from adaptersync_core.config import Config, as_text, variable
+from adaptersync_core.config import CONFIG, Config, as_text, shown, variable
 from adaptersync_core.errors import ControlError, ControlUnavailable
 from adaptersync_core.figures import served
 from adaptersync_core.notify import Notifier
@@ -121,13 +122,13 @@ class PatientWorker(Worker):
             self.notifier.ready()
 
 
-def run_worker(config: Config) -> None:
-    """Work until SIGTERM; the job in hand is finished first."""
+def run_worker(config: Config, file: Path | None = None) -> None:
+    """Work until SIGTERM; the job in hand is finished first. `file` is where settings were read, if one was named."""
     name = f"{socket.gethostname()}-{os.getpid()}"
     configure_logging("worker", name)
     notifier = Notifier.take(os.environ)
     # each job runs in a process of its own, which reads its settings like any other process of ours
-    os.environ.update(environment(config))
+    os.environ.update(environment(config, file))
     connection = rq_connection(config.redis.control_url)
     queue = Queue(queue_name(config.group.name), connection=connection, serializer=JSONSerializer, job_class=ListedJob)
     schedule = Schedule(config, name=f"adaptersync-{name}")
@@ -154,10 +155,14 @@ def run_worker(config: Config) -> None:
             schedule.end()
 
 
-def environment(config: Config) -> dict[str, str]:
-    """The settings as variables; they win over any file."""
-    return {
+def environment(config: Config, file: Path | None = None) -> dict[str, str]:
+    """The settings as variables, which win over the file. What has a secret stays where it was given: a gate's function
+    is code of somebody else, and hands its environment on to whatever it starts.
+    """
+    given = {
         variable(f"{section}.{key}"): as_text(value)
         for section, fields in msgspec.to_builtins(config).items()
         for key, value in fields.items()
+        if shown(f"{section}.{key}", value) == value
     }
+    return given | ({CONFIG: str(file.absolute())} if file else {})

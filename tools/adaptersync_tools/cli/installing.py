@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 from msgspec.structs import replace
 
-from adaptersync_core.config import ENVIRONMENT
+from adaptersync_core.config import CONFIG
 from adaptersync_core.errors import ConfigError
 from adaptersync_tools.cli.common import config_option, json_option, settings
 from adaptersync_tools.output import print_json
@@ -55,7 +55,7 @@ def install(
       sudo adaptersync install --systemd --root / --config /etc/adaptersync/adaptersync.toml
     """
     config = settings(config_path)
-    named = os.environ.get(f"{ENVIRONMENT}CONFIG")
+    named = os.environ.get(CONFIG)
     file = settings_path or (str((config_path or Path(named or "")).absolute()) if config_path or named else None)
     python = python or sys.executable
     host = Host(python=python, real_python=os.path.realpath(python), version=version or systemd_version())

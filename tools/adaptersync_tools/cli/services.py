@@ -155,7 +155,7 @@ def worker(config_path: Path | None, number: int | None) -> None:
     config = settings(config_path)
     if number and config.jobs.metrics_port:
         config = settings(config_path, jobs__metrics_port=config.jobs.metrics_port + number)
-    run_worker(config)
+    run_worker(config, config_path)
 
 
 COMMANDS = (agent, replica, coordinator, router, relay, worker)

@@ -11,13 +11,13 @@ import click
 import msgspec
 from rich.text import Text
 
-from adaptersync_core.config import ENVIRONMENT
+from adaptersync_core.config import CONFIG, ENVIRONMENT
 from adaptersync_tools.cli.common import run_command
 from adaptersync_tools.cli.local import interrupt_on_sigterm
 from adaptersync_tools.day.drive import Day, Report
 from adaptersync_tools.output import Narrator, console, print_json, table
 
-SEPARATOR, CONFIG = "__", f"{ENVIRONMENT}CONFIG"
+SEPARATOR = "__"
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

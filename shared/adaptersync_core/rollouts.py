@@ -16,8 +16,12 @@ from msgspec.structs import replace
 
 from adaptersync_core.registry import Registry
 
+# what an outcome may be, where it is asked for by name; see Row for all of them
 OPEN = "open"
 UNKNOWN = "unknown"
+SERVED = "ok"
+REFUSED = "refused"
+GIVEN_UP = ("client_gone", "stopped")  # the client or a stop ended them, not the fleet
 NEVER_ENDED = "nothing says how it ended"
 LABEL = 128  # characters of a name that a client gave
 PAGE = 1000

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from adaptersync_core.events import PHASES
-from adaptersync_core.rollouts import UNKNOWN, Row
+from adaptersync_core.rollouts import GIVEN_UP, SERVED, UNKNOWN, Row
 
 EDGE_STEPS = 10  # the first and the last steps that are compared
 GAIN_ERRORS = 5.0  # by how many standard errors reward and held-out answers must have risen
@@ -22,8 +22,6 @@ CHANCE_ERRORS = 3.0  # by fewer they may rise by chance: no control may learn mo
 RATIO_RANGE = (0.98, 1.02)
 LEARNT = ("exact", "digits")  # rewards from which something must be learnt
 CONTROL = "coin"  # the reward that says nothing
-ENDED_WELL = ("ok",)
-GIVEN_UP = ("client_gone", "stopped")  # the trainer or the stop ended them, not the fleet
 
 Fields = Mapping[str, str]
 
@@ -198,7 +196,7 @@ def rollouts_of(rows: Sequence[Row]) -> Rollouts:
         return dict(Counter(value for value in values if value).most_common())
 
     outcomes = Counter(row.outcome for row in rows)
-    ok = sum(outcomes[name] for name in ENDED_WELL)
+    ok = outcomes[SERVED]
     given_up = sum(outcomes[name] for name in GIVEN_UP)
     return Rollouts(
         total=len(rows),

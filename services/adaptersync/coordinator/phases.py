@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from adaptersync_core.events import PHASES
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.rollouts import OPEN, Row
+from adaptersync_core.rollouts import OPEN, SERVED, Row
 
 GATHERED_S = 0.05  # rows wait so long for others before they are written
 TRAINER = {
@@ -254,7 +254,7 @@ class Rollouts:
         self.full += row.reason.startswith(FULL)
         self.held_s += row.hold_s or 0.0
         self.total_s += row.total_s
-        if row.outcome != "ok" or row.attempts != 1 or row.first_byte_s is None:
+        if row.outcome != SERVED or row.attempts != 1 or row.first_byte_s is None:
             return
         hold_s, route_s = row.hold_s or 0.0, row.route_s or 0.0
         first_s = row.first_byte_s if row.first_token_s is None else row.first_token_s

@@ -19,6 +19,7 @@ from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import Fleet, Traffic
 from adaptersync_core.redis import Entry
+from adaptersync_core.rollouts import GIVEN_UP, REFUSED, SERVED
 
 EVENTS = 500  # that are shown to who begins to look
 VERSIONS = 24  # of which the way to promotion is kept
@@ -26,8 +27,6 @@ WORDS = 4096  # events of one version: an ack of each of a few thousand replicas
 FIELDS, WORD, TEXT = 32, 64, 2000  # of one event, and characters of a name and of a value: services write far less
 STEP_S = 2.0  # between two points of a series
 POINTS = 900  # of a series: half an hour
-ENDED_WELL = ("ok",)
-GIVEN_UP = ("client_gone", "stopped")
 ROUTINGS = ("affinity", "session", "cold", "spill", "local")
 
 
@@ -203,11 +202,11 @@ class Recent:
 
 
 def _rates(grown: Traffic, over_s: float) -> dict[str, float | None]:
-    fine = (*ENDED_WELL, *GIVEN_UP, "refused")
+    fine = (SERVED, *GIVEN_UP, REFUSED)
     prompt, cached = grown.tokens.get("prompt", 0), grown.tokens.get("cached", 0)
     return {
         "requests_s": sum(grown.ended.values()) / over_s,
-        "refused_s": grown.ended.get("refused", 0) / over_s,
+        "refused_s": grown.ended.get(REFUSED, 0) / over_s,
         "failed_s": sum(count for name, count in grown.ended.items() if name not in fine) / over_s,
         "prompt_tokens_s": prompt / over_s,
         "completion_tokens_s": grown.tokens.get("completion", 0) / over_s,

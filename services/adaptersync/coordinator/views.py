@@ -17,7 +17,7 @@ from adaptersync_core.job_records import JobFailure
 from adaptersync_core.keys import TRAINER_ALIVE_S
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import Ack, CacheReport, Fleet, RunRecord, SeenReplica
-from adaptersync_core.rollouts import UNKNOWN, Row
+from adaptersync_core.rollouts import SERVED, UNKNOWN, Row
 from adaptersync_core.scaling import Scale
 from adaptersync_core.table import Member, RunEntry
 
@@ -366,7 +366,7 @@ def count_rollouts(rows: Iterable[Row]) -> dict[str, RolloutCounts]:
     return {
         version: RolloutCounts(
             total=len(mine),
-            ok=sum(row.outcome == "ok" for row in mine),
+            ok=sum(row.outcome == SERVED for row in mine),
             unknown=sum(row.outcome == UNKNOWN for row in mine),
             voided=sum(row.voided for row in mine),
         )

@@ -21,13 +21,12 @@ from adaptersync_core.errors import NameInvalid
 from adaptersync_core.fates import TRAINED
 from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.keys import ROUTER_TTL_S
-from adaptersync_core.rollouts import UNKNOWN, Row
+from adaptersync_core.rollouts import SERVED, UNKNOWN, Row
 from adaptersync_core.store import ArtifactStore
 from adaptersync_tools.audit import chain
 from adaptersync_tools.audit.evidence import Evidence, Version, read_evidence
 from adaptersync_tools.audit.rollouts import Rollout, read_rollouts
 
-SERVED = "ok"
 GAPS = 20  # told of one router process; of more their number
 
 

@@ -19,7 +19,7 @@ from adaptersync_core.config import variable
 from adaptersync_core.errors import ConfigError, NameInvalid
 from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.registry import Registry
-from adaptersync_core.rollouts import Row, read_rollouts
+from adaptersync_core.rollouts import SERVED, Row, read_rollouts
 from adaptersync_tools.bench.equivalence import Difference, difference, thirds
 from adaptersync_tools.bench.result import Figure, Machine, Result, Target, now
 from adaptersync_tools.cli.common import visit
@@ -28,7 +28,7 @@ from adaptersync_tools.demo.lessons import CARRY
 from adaptersync_tools.engines import HOST, EngineSettings, gpu_count, plain_spec
 from adaptersync_tools.evidence import pauses_in_logs
 from adaptersync_tools.quickstart import read_lines, to_the_end
-from adaptersync_tools.summary import CHANCE_ERRORS, ENDED_WELL, Spread, spread_of
+from adaptersync_tools.summary import CHANCE_ERRORS, Spread, spread_of
 from adaptersync_tools.supervisor import Service, Spec, StackFailed, Supervisor, python
 from adaptersync_tools.up import CLIENT_TIER, ENGINE_READY_S, Progress, Stack, StackSettings, answers, free_ports
 
@@ -160,7 +160,7 @@ class Bench:
             rows = visit(stack.config, _ledger)
             logs = sorted(stack.logs.glob("engine-*.log"))
         # a trainer's rollouts ask for a version by number; nobody else asked this fleet
-        good = [row for row in rows if row.outcome in ENDED_WELL and BY_NUMBER in row.asked]
+        good = [row for row in rows if row.outcome == SERVED and BY_NUMBER in row.asked]
         if not good:
             raise StackFailed(
                 "no rollout asked for a version", next_step="read the trainer's log", log=str(service.log_path)

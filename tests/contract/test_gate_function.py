@@ -91,7 +91,7 @@ async def test_a_worker_that_is_killed_in_the_midst_of_it_is_replaced(
     async with publishing(group.config) as publisher:
         async with working(group.config, log=tmp_path / "first.log") as worker:
             publication = await asyncio.to_thread(publisher.publish, group.adapter())
-            await wait_until(begun.exists, timeout_s=30)
+            await wait_until(lambda: begun.exists() and begun.read_text(), timeout_s=30)
             worker.kill()
             os.kill(int(begun.read_text()), signal.SIGKILL)
         name = job_id("gate", "group", publication.adapter_id)

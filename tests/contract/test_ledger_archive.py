@@ -221,6 +221,8 @@ async def test_two_at_once_archive_it_once(config: Config, store: Path, writer: 
     await writer.rows([row(f"r-{n:x}") for n in range(60)])
     await asyncio.gather(drain(config), drain(config), drain(config))
     assert ids(store) == [f"r-{n:x}" for n in range(60)]
+    numbers = [head.link.number for _, head in Archive(store, GROUP, "rollouts").links()]
+    assert numbers == list(range(1, len(numbers) + 1))
 
 
 class Killed(BaseException):

@@ -8,15 +8,17 @@ router has figures of its own kind (`router.metrics`): its hot path can afford n
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
+import sys
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from socketserver import TCPServer
-from typing import Literal
+from socketserver import ThreadingTCPServer
+from typing import Any, Literal
 
 from msgspec import Struct
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -27,7 +29,8 @@ from adaptersync_core.errors import ConfigError
 
 PREFIX = "adaptersync_"
 SPENT = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)  # bounds for seconds
-READ_S = 5.0  # how long a client may take to ask; one is served at a time
+CLIENT_S = 5.0  # how long a client may take, from its connection to its last byte
+CLIENTS = 8  # at once; more are turned away
 
 Kind = Literal["counter", "gauge", "age", "histogram"]
 Labels = tuple[str, ...]
@@ -132,8 +135,50 @@ def text(collector: Collector) -> bytes:
     return generate_latest(registry)
 
 
-class _Server(TCPServer):
+class _Server(ThreadingTCPServer):
+    """A thread for each client, so that none holds up another, nor the end: they are not waited for."""
+
     allow_reuse_address = True
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._until: dict[socket.socket, float] = {}
+        self._lock = threading.Lock()
+        super().__init__((host, port), handler)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        with self._lock:
+            if len(self._until) >= CLIENTS:
+                return False
+            self._until[request] = time.monotonic() + CLIENT_S
+        return True
+
+    def service_actions(self) -> None:
+        """Between two looks for clients."""
+        self._cut_off(time.monotonic())
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._cut_off(math.inf)
+
+    def _cut_off(self, now: float) -> None:
+        """Whose time is up, wherever it is."""
+        with self._lock:  # so that none is closed meanwhile, and its number another's
+            for request, until in self._until.items():
+                if now > until:
+                    with contextlib.suppress(OSError):  # it went by itself
+                        request.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._until.pop(request, None)
+            super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # a client that went away is no error of ours
+            super().handle_error(request, client_address)
 
 
 @contextlib.contextmanager
@@ -144,8 +189,6 @@ def served(collector: Collector, *, host: str, port: int) -> Iterator[None]:
         return
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = READ_S
-
         def do_GET(self) -> None:
             if self.path.partition("?")[0] != "/metrics":
                 self.send_error(HTTPStatus.NOT_FOUND)
@@ -159,9 +202,8 @@ def served(collector: Collector, *, host: str, port: int) -> Iterator[None]:
 
         def log_message(self, format: str, *arguments: object) -> None: ...
 
-    _Server.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        server = _Server((host, port), Handler)
+        server = _Server(host, port, Handler)
     except OSError as error:
         raise ConfigError(
             f"metrics cannot be served: {error.strerror or error}",

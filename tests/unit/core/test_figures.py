@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import pytest
 from adaptersync_core import figures as figures_module
 from adaptersync_core.errors import ConfigError
 from adaptersync_core.figures import Figure, Figures, served, text
+from support.wait import wait_until_sync
 
 TABLE = (
     Figure(name="jobs", kind="counter", text="Jobs", labels=("end",), words=("well", "badly")),
@@ -105,16 +109,81 @@ def test_they_are_served_where_the_setting_says(figures: Figures, port: int) -> 
         ask(f"{url}/metrics")
 
 
-def test_a_client_that_asks_nothing_keeps_nobody_waiting_for_long(
-    figures: Figures, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(figures_module, "READ_S", 0.1)
+def test_a_client_that_asks_nothing_keeps_nobody_waiting(figures: Figures, port: int) -> None:
     with (
         served(figures, host="127.0.0.1", port=port),
         socket.create_connection(("127.0.0.1", port)),
         ask(f"http://127.0.0.1:{port}/metrics") as answer,
     ):
         assert answer.status == 200
+
+
+@contextlib.contextmanager
+def trickling(port: int) -> Iterator[threading.Event]:
+    """A client that says its request a byte at a time, for five seconds; the event is set when it is cut off."""
+    cut, enough = threading.Event(), threading.Event()
+
+    def trickle(client: socket.socket) -> None:
+        until = time.monotonic() + 5.0
+        while time.monotonic() < until and not enough.is_set():
+            try:
+                client.sendall(b"G")
+                if not client.recv(1):
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        else:
+            return
+        cut.set()
+
+    with socket.create_connection(("127.0.0.1", port), timeout=0.05) as client:
+        thread = threading.Thread(target=trickle, args=(client,))
+        thread.start()
+        try:
+            yield cut
+        finally:
+            enough.set()
+            thread.join()
+
+
+def test_a_client_that_trickles_keeps_nobody_waiting(figures: Figures, port: int) -> None:
+    """Neither another client nor the end of the service."""
+    with contextlib.ExitStack() as clients:
+        with served(figures, host="127.0.0.1", port=port):
+            cut = clients.enter_context(trickling(port))
+            with ask(f"http://127.0.0.1:{port}/metrics") as answer:
+                assert answer.status == 200
+            began = time.monotonic()
+        assert time.monotonic() - began < 2.0
+        assert cut.wait(2.0)
+
+
+def test_who_trickles_is_cut_off(figures: Figures, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures_module, "CLIENT_S", 0.2)
+    with served(figures, host="127.0.0.1", port=port), trickling(port) as cut:
+        assert cut.wait(3.0)
+
+
+def test_more_clients_than_may_be_are_turned_away(
+    figures: Figures, port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(figures_module, "CLIENTS", 2)
+    url = f"http://127.0.0.1:{port}/metrics"
+
+    def answered() -> bool:
+        try:
+            with ask(url) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    with served(figures, host="127.0.0.1", port=port):
+        with socket.create_connection(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)):
+            assert not answered()
+        wait_until_sync(answered)  # they have gone
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_nobody_listens_by_default(figures: Figures, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from adaptersync.jobs.ledger import EVENTS_KEPT
+from adaptersync_core.config import JobsSection
 from adaptersync_core.errors import ConfigError
 from adaptersync_core.fitness import ENGINE_RANKS
 from adaptersync_core.keys import LANE_TTL_S, VERSION_TTL_S
@@ -27,6 +29,11 @@ ENGINE_BYTES = 2  # of a weight in an engine: bfloat16
 BLOCK_BYTES = 100  # of the cache server for one owned block
 ROW_BYTES = 1000  # of a ledger row in a stream, ids and phases included
 EVENT_BYTES = 450
+STORED_ROW_BYTES = 90  # of a ledger row and its fate in the archive, once a day's files are one
+STORED_EVENT_BYTES = 60
+FILE_BYTES = 20_000  # of the files of one drain of a run, besides what is in them; a day has that many
+LINK_BYTES = 8192  # of a link in the archive's chain: a block for its directory, and one for its file
+TABLES = 3  # rollouts, fates, events: a chain each
 EVENTS = 8  # of a version, besides one ack a replica: published, staging, promoted, retiring, retired, ...
 RECORD_BYTES = 900  # a version's record and its places in sets
 SPARE = 2.0  # what a server is given beyond what is counted: fragmentation, buffers of clients, a day of trouble
@@ -49,7 +56,8 @@ class Wanted(Struct, frozen=True, kw_only=True):
     days: float = 30.0
     lane_bytes: int = 64 * MIB
     blocks_per_version: int = 500_000
-    ledger_days: float = 1.0
+    ledger_kept_s: float = JobsSection().ledger_kept_s
+    ledger_s: float = JobsSection().ledger_s
     network_bytes_s: float = 1e9 / 8
 
 
@@ -141,7 +149,9 @@ def _numbers(base: BaseModel, wanted: Wanted, flags: Mapping[str, int], live: in
     remembered = wanted.runs * min(wanted.days * 86400, VERSION_TTL_S) / wanted.step_s
     slots = tensors(base, rank=flags["--max-lora-rank"], targets=LINEAR)
     slot = sum(rows * columns for rows, columns in slots.values()) * ENGINE_BYTES
-    rows = wanted.runs * wanted.rollouts * wanted.ledger_days * 86400 / wanted.step_s
+    rows_s = wanted.runs * wanted.rollouts / wanted.step_s
+    events_s = wanted.runs * (EVENTS + wanted.replicas) / wanted.step_s
+    streamed_s = wanted.ledger_kept_s + wanted.ledger_s  # what is younger is not trimmed
 
     def number(name: str, value: float, unit: str, why: str) -> Number:
         return Number(name=name, value=round(value, 6) if unit in ("s", "share") else round(value), unit=unit, why=why)
@@ -195,14 +205,14 @@ def _numbers(base: BaseModel, wanted: Wanted, flags: Mapping[str, int], live: in
         "files of the versions live and of one that leaves; on local disk, or in /dev/shm",
     )
     remembers = remembered * (manifest + RECORD_BYTES)
-    events = versions * (EVENTS + wanted.replicas) * EVENT_BYTES
+    rows, events = rows_s * streamed_s, 2 * EVENTS_KEPT + events_s * streamed_s
     yield number(
         "control server",
-        SPARE * (remembers + events + rows * ROW_BYTES) + 64 * MIB,
+        SPARE * (remembers + events * EVENT_BYTES + rows * ROW_BYTES) + 64 * MIB,
         "bytes",
         f"maxmemory: {remembered:,.0f} versions are remembered for {VERSION_TTL_S // 86400} days, with"
-        f" {manifest + RECORD_BYTES:,} bytes each; events of {wanted.days:g} days; {rows:,.0f} ledger rows of"
-        f" {wanted.ledger_days:g} days; twice that",
+        f" {manifest + RECORD_BYTES:,} bytes each; {events:,.0f} events, and {rows:,.0f} ledger rows, those of"
+        f" jobs.ledger_kept_s = {wanted.ledger_kept_s:g}: a worker archives the rest; twice that",
     )
     lane = version if version <= wanted.lane_bytes else 0
     lanes = wanted.runs * max(1.0, LANE_TTL_S / wanted.step_s) * lane
@@ -218,6 +228,15 @@ def _numbers(base: BaseModel, wanted: Wanted, flags: Mapping[str, int], live: in
         versions * (version + manifest),
         "bytes",
         f"{versions:,.0f} versions of {wanted.days:g} days, if nothing is removed before",
+    )
+    drains = 86400 / wanted.ledger_s  # of a day
+    archived = (rows_s * STORED_ROW_BYTES + events_s * STORED_EVENT_BYTES) * wanted.days * 86400
+    yield number(
+        "ledger in the store",
+        archived + wanted.days * drains * TABLES * LINK_BYTES + drains * wanted.runs * FILE_BYTES,
+        "bytes",
+        f"{rows_s * wanted.days * 86400:,.0f} rollouts of {wanted.days:g} days, with events; a link for each drain that"
+        f" finds any, every {wanted.ledger_s:g} s; a file of each for a day. Nothing of it is ever removed",
     )
     stall = LOAD_S + file / LOADED_BYTES_S + file / AUDITED_BYTES_S
     yield number(

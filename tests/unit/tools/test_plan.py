@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,27 @@ import pytest
 from msgspec.structs import replace
 
 from adaptersync.trainer import AdapterPublisher
+from adaptersync_core.archive import Archive, Head
 from adaptersync_core.config import Config, RedisSection, StoreSection
 from adaptersync_core.errors import ConfigError
+from adaptersync_core.events import PHASES, ReplicaAcked, to_fields
+from adaptersync_core.fates import Fates, write_fates
 from adaptersync_core.keys import Keys
 from adaptersync_core.manifest import inspect
 from adaptersync_core.redis import RedisClient
+from adaptersync_core.rollouts import FIELD, Row
 from adaptersync_tools.cli import main
 from adaptersync_tools.engines import LINEAR, EngineSettings
 from adaptersync_tools.plan import (
     EVENT_BYTES,
+    EVENTS,
+    FILE_BYTES,
     GIB,
+    LINK_BYTES,
     RECORD_BYTES,
+    SPARE,
+    STORED_EVENT_BYTES,
+    STORED_ROW_BYTES,
     Plan,
     Wanted,
     base_model,
@@ -105,6 +116,8 @@ def test_more_of_each_needs_more(model: Path) -> None:
     assert made(model, step_s=30.0)["sync share of an engine"] == pytest.approx(2 * one["sync share of an engine"])
     assert made(model, rank=32)["host memory of an engine"] > 1.9 * one["host memory of an engine"]
     assert made(model, rollouts=2560)["control server"] > one["control server"]
+    assert made(model, rollouts=2560)["ledger in the store"] > 2 * one["ledger in the store"]
+    assert made(model, days=60)["ledger in the store"] == pytest.approx(2 * one["ledger in the store"], rel=0.1)
     assert made(model, replicas=8)["publication to promotion"] > one["publication to promotion"]
     assert one["device memory for slots"] < GIB
 
@@ -142,6 +155,81 @@ def test_what_versions_take_in_a_real_redis(redis_url: str, cache_url: str, tmp_
     assert manifest == pytest.approx(manifest_size(shapes, ("q_proj",)), rel=0.3)
     planned = manifest_size(shapes, ("q_proj",)) + RECORD_BYTES + EVENT_BYTES  # its record is still to come
     assert planned / 2 < taken < planned
+
+
+def test_the_control_server_keeps_what_workers_leave_there(model: Path) -> None:
+    """An hour of rows and a bound of events, however long versions are kept; what stays as long is in the store."""
+    day, month = made(model, step_s=1.0, days=1.0), made(model, step_s=1.0, days=30.0)
+    remembered = manifest_size(tensors(base_model(model), rank=16, targets=LINEAR), LINEAR) + RECORD_BYTES
+    more = month["control server"] - day["control server"]
+    assert more == pytest.approx(SPARE * 29 * 86400 * remembered, rel=0.001)
+    kept = made(model, rollouts=100_000, ledger_kept_s=7200.0)["control server"]
+    assert kept == pytest.approx(2 * made(model, rollouts=100_000)["control server"], rel=0.1)
+
+
+def test_what_the_ledger_takes_in_the_store(tmp_path: Path) -> None:
+    """Rows as routers write them, drained an hour long, then merged: what is planned for them, against the files."""
+    pytest.importorskip("pyarrow")
+    rollouts, fates, events = (Archive(tmp_path, "g", table) for table in ("rollouts", "fates", "events"))
+    chance, drains, each = random.Random(1), 60, 256
+    heads: dict[Archive, Head | None] = {}
+
+    def write(archive: Archive, drained: int, entries: list[dict[str, str]]) -> None:
+        at = [f"{1_700_000_000_000 + drained * 60_000}-{place}" for place in range(len(entries))]
+        records = [
+            record for entry, fields in zip(at, entries, strict=True) for record in archive.table.records(entry, fields)
+        ]
+        heads[archive] = archive.write(records, heads.get(archive), cursor=at[-1], incarnation="term")
+
+    for drained in range(drains):
+        rows = [rollout(drained, place, chance) for place in range(each)]
+        write(rollouts, drained, [{FIELD: msgspec.json.encode(row).decode()} for row in rows])
+        told = Fates(
+            run="my-run", epoch=1, step=drained, fate="trained", requests=tuple(row.request_id for row in rows)
+        )
+        write(fates, drained, [pairs(write_fates(told))])
+        write(events, drained, [pairs(to_fields(acked(drained, place, chance))) for place in range(EVENTS + 2)])
+
+    def taken() -> int:
+        return sum(path.stat().st_size for path in tmp_path.rglob("*.parquet"))
+
+    content = drains * (each * STORED_ROW_BYTES + (EVENTS + 2) * STORED_EVENT_BYTES)
+    assert content < taken() < content + drains * FILE_BYTES * 1.5
+    assert max(path.stat().st_size for path in tmp_path.rglob("link.json")) < LINK_BYTES / 2
+    for archive in (rollouts, fates, events):
+        head = heads[archive]
+        assert head is not None
+        archive.merge(sorted(archive.files()), head)
+    assert content / 2 < taken() < content
+
+
+def rollout(drained: int, place: int, chance: random.Random) -> Row:
+    def some(most: float) -> float:
+        return round(chance.random() * most, 6)
+
+    return Row(
+        request_id=f"9f2c6a1b-{drained * 256 + place:x}", router="router-0-0a1b2c", path="/v1/completions",
+        asked="my-run", outcome="ok", started_at=1.7e9 + 60 * drained + some(60.0), status=200, total_s=some(20.0),
+        run="my-run", version=f"my-run-v{drained}-{drained:012x}", digest=f"{drained:064x}",
+        replica=f"replica-{chance.randrange(4)}", engine_epoch="life-0123456789abcdef", routing="prefix",
+        owned_blocks=chance.randrange(60), attempts=1, hold_s=some(0.001), route_s=some(0.001), first_byte_s=some(1.0),
+        prompt_tokens=chance.randrange(50, 2000), completion_tokens=chance.randrange(10, 2000),
+        cached_tokens=chance.randrange(1000), generation=drained, predicted_tokens=chance.randrange(1000),
+        blocks=chance.randrange(100), boilerplate=3, chain=f"{chance.getrandbits(64):016x}", block_size=16, alike=8,
+        session=f"{chance.getrandbits(64):016x}", prompt=f"{chance.getrandbits(64):016x}",
+    )  # fmt: skip
+
+
+def acked(drained: int, place: int, chance: random.Random) -> ReplicaAcked:
+    phases: dict[str, Any] = {name: chance.random() for name in PHASES}
+    version = f"my-run-v{drained}-{drained:012x}"
+    return ReplicaAcked(
+        version=version, replica=f"replica-{place}", engine_epoch="life-0123456789abcdef", accepted=True, **phases
+    )
+
+
+def pairs(flat: list[str]) -> dict[str, str]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def said(url: str, name: str) -> str:

@@ -72,7 +72,7 @@ install_environment() {
     for part in "$mode" ${2:+"$2"}; do
         is_current "$part" && continue
         case $part in
-            simulated) need_space 300; install_lock base ;;
+            simulated) need_space 500; install_lock base ;;
             cpu)
                 need_space 6000
                 say "installing training and serving for CPU (about 4 GB, a few minutes)"

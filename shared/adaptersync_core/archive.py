@@ -62,7 +62,10 @@ def installed() -> bool:
 def require() -> None:
     """ConfigError without pyarrow."""
     if not installed():
-        raise ConfigError("the ledger's archive needs pyarrow", next_step="pip install 'adaptersync[ledger]'")
+        raise ConfigError(
+            "the ledger's archive needs pyarrow",
+            next_step="pip install 'adaptersync[ledger]', or leave it in Redis with jobs.ledger_s = 0",
+        )
 
 
 class Archive(Chain):

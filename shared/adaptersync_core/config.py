@@ -110,7 +110,7 @@ class CoordinatorSection(Section, frozen=True, kw_only=True):
     """A function of yours that a worker asks about each version at the gate, as module:function (deploy/JOBS.md): it
     admits or refuses in an operator's place. There is a gate where there is one. Empty: operators alone answer."""
     gate_timeout_s: float = 600.0
-    """How long it may take, from when the version waits at the gate, also where no worker runs."""
+    """How long it may take, from when the version waits at the gate, also where no worker runs or all are busy."""
     gate_inconclusive: Literal["hold", "admit", "refuse"] = "hold"
     """What becomes of a version of which it cannot say, fails, or does not say in time. `hold`: an operator decides."""
     metrics_port: int = 0
@@ -329,8 +329,8 @@ class JobsSection(Section, frozen=True, kw_only=True):
     metrics_port: int = 0
     """Where Prometheus reads its figures, at /metrics; each service of a host needs its own. 0: nowhere."""
     ledger_s: float = 60.0
-    """How often what the ledger has in Redis is archived in the store, by a worker with the extra `ledger`. 0: never,
-    and nothing is trimmed."""
+    """How often what the ledger has in Redis is archived in the store, by a worker, which needs the extra `ledger`.
+    0: never, and nothing is trimmed."""
     ledger_kept_s: float = 3600.0
     """How long rows, fates and events stay in Redis, too, once they are archived: commands that count rollouts see no
     more. At least 60: meanwhile routers look whether Redis has lost any."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import binascii
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from msgspec import Struct
 
-from adaptersync_core.queue import ROUNDS, job_id, last_line, queue_name
+from adaptersync_core.queue import ROUNDS, evaluation_id, job_id, last_line, queue_name
 from adaptersync_core.redis import RedisClient
 
 MOST = 10
@@ -43,6 +43,16 @@ async def round_states(client: RedisClient, group: str) -> list[RoundState]:
         RoundState(name=name, asked_s=None if at is None else max(0.0, now - float(at)), state=state or "")
         for name, at, state in zip(ROUNDS, asked, states, strict=True)
     ]
+
+
+async def unasked(client: RedisClient, group: str, adapter_ids: Collection[str]) -> frozenset[str]:
+    """Of versions at the gate those about which no worker has begun to ask its function."""
+    if not adapter_ids:
+        return frozenset()
+    begun = await client.pipeline(
+        [("HGET", f"{JOB}{evaluation_id(group, name)}", "started_at") for name in adapter_ids]
+    )
+    return frozenset(name for name, at in zip(adapter_ids, begun, strict=True) if not at)
 
 
 async def job_failures(client: RedisClient, group: str) -> list[JobFailure]:

@@ -91,7 +91,7 @@ SPECS = (
         writer="router",
         bound="those of the last jobs.ledger_kept_s; trimmed once archived",
         access={"router": "xadd", "worker": "xtrim"},
-        readers=("trainer", "router", "worker", "operator", "reader"),
+        readers=("trainer", "coordinator", "router", "worker", "operator", "reader"),
     ),
     KeySpec(
         pattern="fates",
@@ -100,7 +100,15 @@ SPECS = (
         writer="trainer",
         bound="those of the last jobs.ledger_kept_s; trimmed once archived",
         access={"trainer": "xadd", "worker": "xtrim"},
-        readers=("worker", "operator", "reader"),
+        readers=("coordinator", "worker", "operator", "reader"),
+    ),
+    KeySpec(
+        pattern="archived",
+        type="hash",
+        server="control",
+        writer="worker",
+        bound="3 fields",
+        access={"worker": "hset"},
     ),
     KeySpec(
         pattern="runs",
@@ -299,6 +307,7 @@ class Keys:
         self.events = self._head + "events"
         self.rollouts = self._head + "rollouts"
         self.fates = self._head + "fates"
+        self.archived = self._head + "archived"
         self.runs = self._head + "runs"
         self.requests = self._head + "requests"
         self.scale = self._head + "scale"

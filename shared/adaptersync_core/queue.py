@@ -74,6 +74,10 @@ def verification_id(group: str, adapter_id: str) -> str:
     return job_id("verify", group, adapter_id)
 
 
+def evaluation_id(group: str, adapter_id: str) -> str:
+    return job_id("gate", group, adapter_id)
+
+
 class Ended(Struct, frozen=True, kw_only=True):
     """How a job that was asked for ended: what it said, or why it failed."""
 
@@ -110,8 +114,9 @@ class Jobs:
         return self._ask(verification_id(self._group, adapter_id), VERIFY, adapter_id)
 
     def evaluation(self, adapter_id: str) -> str:
-        """The gate's function is asked about a version that waits."""
-        return self._ask(job_id("gate", self._group, adapter_id), GATE, adapter_id, timeout_s=math.ceil(self._gate_s))
+        """The gate's function is asked about a version that waits; before all other jobs, for its time runs."""
+        named = evaluation_id(self._group, adapter_id)
+        return self._ask(named, GATE, adapter_id, timeout_s=math.ceil(self._gate_s), first=True)
 
     def removal(self, adapter_id: str) -> str:
         """A version is taken out of the store, if nobody can ask for it any more."""
@@ -150,12 +155,14 @@ class Jobs:
             return Ended(ok=True, said=str(result.return_value))
         return Ended(ok=False, said=last_line(str(result.exc_string) if result else "no reason known"))
 
-    def _ask(self, name: str, function: str, *arguments: str, timeout_s: int = JOB_TIMEOUT_S) -> str:
+    def _ask(
+        self, name: str, function: str, *arguments: str, timeout_s: int = JOB_TIMEOUT_S, first: bool = False
+    ) -> str:
         with translated(self._url):
             earlier = Job.fetch_many([name], connection=self._connection, serializer=JSONSerializer)[0]
             if earlier is not None and earlier.get_status() not in UNDER_WAY:
                 earlier.delete()
-            options: dict[str, Any] = {"result_ttl": RESULT_TTL_S, "failure_ttl": FAILURE_TTL_S}
+            options: dict[str, Any] = {"result_ttl": RESULT_TTL_S, "failure_ttl": FAILURE_TTL_S, "at_front": first}
             with contextlib.suppress(DuplicateJobError):  # asked for already
                 self._queue.enqueue(function, *arguments, job_id=name, unique=True, job_timeout=timeout_s, **options)
         return name

@@ -224,7 +224,8 @@ class VersionRecord(Struct, frozen=True, kw_only=True):
 class Fleet(Struct, frozen=True, kw_only=True):
     """All that a decision is made from, read at `now` (the control server's wall clock, seconds).
 
-    `fates` are those that the journal keeps: Redis may have lost that it was told of them.
+    `fates` are those that the journal keeps: Redis may have lost that it was told of them. `unasked` are versions at
+    the gate about which no worker has begun to ask its function, as far as one looked: reasons say so.
     """
 
     now: float
@@ -236,6 +237,7 @@ class Fleet(Struct, frozen=True, kw_only=True):
     routers: dict[str, SeenRouter]
     requests: dict[str, Request]
     fates: dict[str, VersionRecord] = {}
+    unasked: frozenset[str] = frozenset()
 
 
 class Need(Struct, frozen=True, kw_only=True, array_like=True):

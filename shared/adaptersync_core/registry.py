@@ -39,7 +39,7 @@ from adaptersync_core.records import (
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.scripts import Script
 from adaptersync_core.sightings import Sightings
-from adaptersync_core.table import Table
+from adaptersync_core.table import Table, read_table
 
 SCRIPTS = (
     *("begin_run", "beat", "end_run", "close_run", "reserve", "publish", "report", "ack", "request", "verified"),
@@ -208,7 +208,7 @@ class Registry:
             ]
         )
         now, now_ms = time[0] + time[1] / 1e6, time[0] * 1000 + time[1] // 1000
-        table = _table(table_text)
+        table = read_table(table_text)
         runs = sorted(runs)
         reads: list[tuple[Any, ...]] = []
         for run in runs:
@@ -370,7 +370,7 @@ class Registry:
 
     async def table(self) -> Table:
         """The present table; an empty one before the first decision."""
-        return _table(await self.client.command("GET", self.keys.table))
+        return read_table(await self.client.command("GET", self.keys.table))
 
     async def manifest(self, adapter_id: str) -> Manifest | None:
         text = await self.client.command("GET", self.keys.manifest(adapter_id))
@@ -488,11 +488,3 @@ def _published(manifest: Manifest, published_at: float, stored_s: float | None =
         stored_s=stored_s,
         traceparent=manifest.traceparent,
     )
-
-
-def _table(text: str | None) -> Table:
-    """Without a table nobody can go on: unlike other records it is not left out."""
-    try:
-        return Table() if text is None else msgspec.json.decode(text, type=Table)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ControlError(f"table cannot be read: {error}", next_step="see what wrote it") from error

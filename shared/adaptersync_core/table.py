@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
+from adaptersync_core.errors import ControlError
 from adaptersync_core.ranks import Ranks
 
 LiveState = Literal["staging", "ready", "current", "retained", "retiring"]
@@ -42,6 +44,16 @@ class LiveVersion(Struct, frozen=True, kw_only=True):
     held: str = ""
     exposed: bool = False
     fate: Fate = "retired"
+
+    @property
+    def waits_at_gate(self) -> bool:
+        """Where there is a gate: every replica has proved it, and nobody has let it through."""
+        return self.state == "ready" and not self.admitted
+
+    @property
+    def unanswered(self) -> bool:
+        """The same, and the gate's function, if there is one, may still answer."""
+        return self.waits_at_gate and not self.held
 
 
 class Member(Struct, frozen=True, kw_only=True):
@@ -125,3 +137,11 @@ class Table(Struct, frozen=True, kw_only=True):
     def silent(self) -> frozenset[str]:
         """Of those, who is to be asked only when nobody else is left."""
         return frozenset(name for name, member in self.members.items() if member.state == "ready" and member.silent)
+
+
+def read_table(text: str | bytes | None) -> Table:
+    """As Redis has it. Without one nobody can go on: unlike other records it is not left out."""
+    try:
+        return Table() if text is None else msgspec.json.decode(text, type=Table)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ControlError(f"table cannot be read: {error}", next_step="see what wrote it") from error

@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from rq import Queue
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.timeouts import UnixSignalDeathPenalty
 
+from adaptersync.coordinator.gate import UNASKED
+from adaptersync.coordinator.observer import look
 from adaptersync.jobs.app import environment
 from adaptersync.jobs.gate import Candidate, ask, evaluate_version
 from adaptersync_core.config import Config, RedisSection, RouterSection
+from adaptersync_core.job_records import unasked
 from adaptersync_core.keys import Keys
-from adaptersync_core.queue import Jobs, job_id
+from adaptersync_core.queue import Jobs, job_id, queue_name
 from adaptersync_core.records import VersionRecord
 from adaptersync_core.redis import rq_connection
 from support.artifacts import manifest_of, small_adapter
@@ -92,6 +96,7 @@ async def test_a_worker_that_is_killed_in_the_midst_of_it_is_replaced(
         async with working(group.config, log=tmp_path / "first.log") as worker:
             publication = await asyncio.to_thread(publisher.publish, group.adapter())
             await wait_until(lambda: begun.exists() and begun.read_text(), timeout_s=30)
+            assert await unasked(group.registry.client, "group", [publication.adapter_id]) == frozenset()
             worker.kill()
             os.kill(int(begun.read_text()), signal.SIGKILL)
         name = job_id("gate", "group", publication.adapter_id)
@@ -161,9 +166,34 @@ async def test_without_a_worker_the_time_ends_too_and_an_operator_decides(group:
             return version.held if version else ""
 
         await wait_until(held)
-        assert await held() == "support.gates:sleeps has not said in 0.5 s"
+        assert await held() == f"support.gates:sleeps has not said in 0.5 s, for {UNASKED}"
         # what is held is not asked about any more
         assert await asyncio.to_thread(_evaluate, group.config, publication.adapter_id) == "waits no more"
+
+
+@pytest.mark.parametrize("group", [("sleeps", {})], indirect=True)
+async def test_what_waits_for_a_worker_is_told(group: Group) -> None:
+    async with publishing(group.config) as publisher:
+        publication = await asyncio.to_thread(publisher.publish, group.adapter())
+
+        async def told() -> list[str]:
+            _, view = await look(group.registry, group.config)
+            return [wait.waits_for for wait in view.waits if wait.version == publication.adapter_id]
+
+        await wait_until(lambda: _is(told, [f"the gate: support.gates:sleeps; {UNASKED}"]))
+
+
+async def _is(ask: Callable[[], Awaitable[object]], what: object) -> bool:
+    return await ask() == what
+
+
+def test_it_is_asked_before_what_else_waits(redis_url: str) -> None:
+    config = replace(Config(), redis=RedisSection(control_url=redis_url))
+    version, other = "run-v1-0123456789ab", "run-v2-0123456789ab"
+    with Jobs(config) as jobs, rq_connection(redis_url) as connection:
+        verify, gate = jobs.verify(other), jobs.evaluation(version)
+        queue = Queue(queue_name("default"), connection=connection, serializer=JSONSerializer)
+        assert queue.job_ids == [gate, verify]
 
 
 def _evaluate(config: Config, version: str) -> str:

@@ -19,7 +19,8 @@ from rq.serializers import JSONSerializer
 
 from adaptersync.jobs.schedule import AHEAD_S, Schedule
 from adaptersync_core.config import Config, JobsSection, RedisSection, StoreSection, load_config
-from adaptersync_core.errors import ConfigError
+from adaptersync_core.errors import ConfigError, ControlError
+from adaptersync_core.keys import Keys
 from adaptersync_core.queue import JOBS, ROUNDS, Jobs, job_id, queue_name
 from adaptersync_core.redis import rq_connection
 from adaptersync_tools.cli import main
@@ -99,6 +100,25 @@ def test_a_note_from_the_future_is_a_wrong_clocks(config: Config) -> None:
     made = schedule(config)
     made.look()
     assert queued(config) == [job_id("ledger", "default")]
+    made.end()
+
+
+def test_a_worker_that_cannot_archive_does_not_begin(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adaptersync_core.archive.installed", lambda: False)
+    schedule(config).end()
+    with pytest.raises(ConfigError, match=r"needs pyarrow.*jobs\.ledger_s = 0"):
+        schedule(replace(config, jobs=replace(config.jobs, ledger_s=60.0)))
+
+
+def test_a_table_that_cannot_be_read_ends_no_worker(config: Config, caplog: pytest.LogCaptureFixture) -> None:
+    gate = replace(config.coordinator, gate_function="somebody:judges")
+    made = schedule(replace(config, coordinator=gate))
+    table = Keys(config.group.name).table
+    with rq_connection(config.redis.control_url) as connection:
+        connection.set(table, "{")
+        with pytest.raises(ControlError, match="table cannot be read"):
+            made._gates()
+        connection.delete(table)
     made.end()
 
 

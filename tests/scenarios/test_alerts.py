@@ -323,27 +323,16 @@ def test_jobs_fail(config: Config, tmp_path: Path) -> None:
 
 async def test_the_ledger_is_not_archived(seen: Watched) -> None:
     pytest.importorskip("pyarrow")
-    config, expression = seen.fleet.config, EXPRESSIONS["AdapterSyncArchiveLag"].replace("> 900", "> 0.2")
-    figures = JobFigures(config)
-
-    async def scrape() -> Scrape:
-        return promql.read((await asyncio.to_thread(text, figures)).decode(), "worker")
-
-    now = await scrape()
-    assert not promql.value(expression, now, now)
+    """Nor does any worker run: the coordinator tells it."""
+    name, shorter = "AdapterSyncArchiveLag", {"max(adaptersync_coordinator_archive_late_seconds)": "1.5"}
     version = await seen.fleet.promoted(await seen.fleet.trainer())
     await seen.fleet.complete(version)
-
-    async def fires() -> bool:
-        now = await scrape()
-        return bool(promql.value(expression, now, now))
-
-    await wait_until(fires, timeout_s=30)
-    await drain(config)
-    now = await scrape()
-    assert not promql.value(expression, now, now)
-    off = JobFigures(replace(config, jobs=replace(config.jobs, ledger_s=0.0)))
-    assert b"\nadaptersync_worker_unarchived_seconds " not in await asyncio.to_thread(text, off)
+    before = await seen.scrape()
+    assert set(before["adaptersync_coordinator_archive_late_seconds"].values()) == {960.0}
+    assert name not in await seen.firing(before)
+    await seen.fires(name, before, shorter)
+    await drain(seen.fleet.config)
+    await seen.silent(name, before, shorter)
 
 
 def test_a_worker_tells_as_much_with_the_rights_of_its_own_user(config: Config) -> None:

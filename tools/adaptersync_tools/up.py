@@ -28,6 +28,7 @@ import orjson
 from msgspec import Struct
 
 from adaptersync_core.api_keys import bearer
+from adaptersync_core.archive import installed
 from adaptersync_core.config import Config, GroupSection, load_config, variable
 from adaptersync_core.errors import ConfigError, ControlError
 from adaptersync_core.keys import Keys
@@ -226,6 +227,7 @@ class Stack:
             "relay.router_url": f"http://{HOST}:{router}",
             "trainer.router_url": f"http://{HOST}:{router}",
             "coordinator.min_ready": 1,
+            **({} if installed() else {"jobs.ledger_s": 0.0}),  # a worker would refuse
             **(self._secure() if self.settings.secured else {}),
             **self.settings.overrides,
         }

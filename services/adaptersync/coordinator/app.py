@@ -12,6 +12,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from adaptersync.coordinator import gate
 from adaptersync.coordinator.figures import OF_THE_FLEET, TABLE, decided, tell
 from adaptersync.coordinator.journal import Entry, Journal, Recollection, intent, outcome, remember
 from adaptersync.coordinator.page.server import serve_page
@@ -32,6 +33,7 @@ from adaptersync_core.errors import AdapterSyncError, Conflict, ControlError, Fe
 from adaptersync_core.events import VersionPromoted, VersionReady, VersionRolledBack, VersionSuperseded
 from adaptersync_core.figures import Figures, served
 from adaptersync_core.identity import parse_adapter_id
+from adaptersync_core.job_records import unasked
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.notify import Notifier
@@ -44,6 +46,7 @@ from adaptersync_core.store import ArtifactStore
 from adaptersync_core.store_identity import agree
 from adaptersync_core.telemetry import configure_logging
 from adaptersync_core.traces import traces
+from adaptersync_core.unarchived import unarchived_s
 
 ROUNDS = 1000  # decisions in one wake; more than any fleet needs, so that a mistake in a rule cannot spin for ever
 
@@ -205,13 +208,16 @@ class Coordinator:
         first = fleet.table.incarnation != lease.incarnation
         if first:
             fleet = replace(fleet, table=exposed(fleet.table))
-        fleet = replace(fleet, fates=known.fates)
+        client, group = self._registry.client, self._config.group.name
+        asked = gate.awaited(fleet.table, self._config)
+        fleet = replace(fleet, fates=known.fates, unasked=await unasked(client, group, asked))
         left = first and bool(refused(fleet.table, known.fates))
         decision = None if left else decide(fleet, self._config)
         if decision is None and first:
             decision = renewed(fleet, known.fates)
         if decision is None:
-            tell(self._figures, fleet, self._config)
+            waits_s = await unarchived_s(client, self._registry.keys, self._config)
+            tell(self._figures, fleet, self._config, unarchived_s=waits_s)
             return False
         decision = replace(decision, table=replace(decision.table, incarnation=lease.incarnation))
         return await self._carry_out(decision, fleet, lease)

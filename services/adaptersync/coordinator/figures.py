@@ -8,6 +8,7 @@ from adaptersync_core.events import Event, VersionPromoted
 from adaptersync_core.figures import SPENT, Figure, Figures
 from adaptersync_core.records import Fleet
 from adaptersync_core.table import MemberState
+from adaptersync_core.unarchived import late_s
 
 STATES: tuple[MemberState, ...] = ("joining", "ready", "draining", "ejected")
 EVENTS = (
@@ -41,19 +42,31 @@ TABLE = (
         text="Since the publication of a run's oldest version that is neither promoted nor given up, nor at the gate",
     ),
     Figure(name="gated_seconds", kind="age", text="Since a version waits for an operator", labels=("run",)),
+    Figure(
+        name="unarchived_seconds", kind="age",
+        text="Since the oldest entry of the ledger or the events that is not in the store's archive; 0: none."
+        " Not told where jobs.ledger_s is 0",
+    ),
+    Figure(
+        name="archive_late_seconds", kind="gauge",
+        text="From what age on that is a problem: jobs.ledger_s and a quarter of an hour",
+    ),
 )  # fmt: skip
 OF_THE_FLEET = (
     *("generation", "min_ready", "members", "replica", "heard_seconds", "versions", "undecided_seconds"),
-    "gated_seconds",
+    *("gated_seconds", "unarchived_seconds", "archive_late_seconds"),
 )
 
 
-def tell(figures: Figures, fleet: Fleet, config: Config) -> None:
-    """All that is to be seen of the fleet by who leads it."""
+def tell(figures: Figures, fleet: Fleet, config: Config, *, unarchived_s: float | None = None) -> None:
+    """All that is to be seen of the fleet by who leads it; `unarchived_s` is None where nothing is to be archived."""
     figures.forget(*OF_THE_FLEET)
     table = fleet.table
     figures.set("generation", table.generation)
     figures.set("min_ready", config.coordinator.min_ready)
+    if unarchived_s is not None:
+        figures.since("unarchived_seconds", unarchived_s)
+        figures.set("archive_late_seconds", late_s(config))
     states = [member.state for member in table.members.values()]
     for state in STATES:
         figures.set("members", states.count(state), state)
@@ -69,7 +82,7 @@ def tell(figures: Figures, fleet: Fleet, config: Config) -> None:
         candidate = table.candidate(run)
         if candidate is not None:
             entry = table.versions[candidate]
-            if entry.state == "ready" and config.coordinator.gate and not entry.admitted:
+            if config.coordinator.gate and entry.waits_at_gate:
                 if entry.held or not config.coordinator.gate_function:
                     figures.since("gated_seconds", fleet.now - entry.since, run)
                 began = []  # what comes behind it waits for the same, too

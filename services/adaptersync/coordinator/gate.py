@@ -6,8 +6,6 @@ comes back is not waited for beyond `gate_timeout_s`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from msgspec.structs import replace
 
 from adaptersync.coordinator.draft import Draft
@@ -16,12 +14,12 @@ from adaptersync_core.events import VersionHeld, VersionRolledBack
 from adaptersync_core.records import Fleet, Request
 from adaptersync_core.table import LiveVersion, Table
 
+UNASKED = "no worker has begun to ask it: they do other jobs, or none runs"
 
-def waiting(table: Table) -> Iterator[tuple[str, LiveVersion]]:
-    """What is at the gate and was neither admitted nor left to an operator."""
-    for name, version in table.versions.items():
-        if version.state == "ready" and not version.admitted and not version.held:
-            yield name, version
+
+def awaited(table: Table, config: Config) -> list[str]:
+    """Versions on which the gate's function is to say something."""
+    return [name for name, version in table.versions.items() if config.coordinator.gate_function and version.unanswered]
 
 
 def left_s(fleet: Fleet, config: Config, version: LiveVersion) -> float:
@@ -31,12 +29,12 @@ def left_s(fleet: Fleet, config: Config, version: LiveVersion) -> float:
 
 def overdue(fleet: Fleet, config: Config) -> Draft | None:
     """Do without the function's verdict on a version when its time is up."""
-    if not config.coordinator.gate_function:
-        return None
-    for name, version in waiting(fleet.table):
-        if left_s(fleet, config, version) < 0:
+    for name in awaited(fleet.table, config):
+        if left_s(fleet, config, fleet.table.versions[name]) < 0:
             draft = Draft(fleet)
             reason = f"{config.coordinator.gate_function} has not said in {config.coordinator.gate_timeout_s:g} s"
+            if name in fleet.unasked:
+                reason += f", for {UNASKED}"
             inconclusive(draft, config, name, reason)
             return draft
     return None

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 
 from msgspec.structs import replace
 
-from adaptersync.coordinator import views
+from adaptersync.coordinator import gate, views
 from adaptersync.coordinator.overview import Overview, overview
 from adaptersync.coordinator.recent import STEP_S, Happened, Recent, order
 from adaptersync.coordinator.waits import waits
@@ -20,12 +20,13 @@ from adaptersync_core import scaling
 from adaptersync_core.bus import follow
 from adaptersync_core.config import Config
 from adaptersync_core.errors import ControlError, ControlUnavailable
-from adaptersync_core.job_records import JobFailure, job_failures
+from adaptersync_core.job_records import JobFailure, job_failures, unasked
 from adaptersync_core.queue import worker_host, workers_key
 from adaptersync_core.records import Fleet
 from adaptersync_core.redis import Entry, RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.sightings import Sightings
+from adaptersync_core.unarchived import late_s, unarchived_s
 
 CACHE_ANSWER_S = 1.0
 HISTORY = 2000  # events read at the beginning: the ways of the latest versions
@@ -37,6 +38,7 @@ async def look(
 ) -> tuple[Fleet, views.StatusView]:
     """The fleet as it is and what `status` says of it."""
     fleet = await registry.fleet(sightings)
+    fleet = replace(fleet, unasked=await _unasked(registry, config, fleet))
     served = [name for name in fleet.table.versions if fleet.table.routable(name)]
     fields = [record for _, record in await registry.records(served)]
     leader, left_s = await registry.leader()
@@ -52,6 +54,8 @@ async def look(
         scales=await scaling.asked(registry.client, registry.keys),
         workers=await workers(registry),
         failed_jobs=await _failed_jobs(registry, config),
+        unarchived_s=await unarchived_s(registry.client, registry.keys, config),
+        late_s=late_s(config),
     )
     return fleet, view
 
@@ -65,6 +69,16 @@ async def workers(registry: Registry) -> dict[str, int] | None:
     except ControlError:
         return None
     return dict(Counter(worker_host(name) for name in names))
+
+
+async def _unasked(registry: Registry, config: Config, fleet: Fleet) -> frozenset[str]:
+    """None for who may not read rq's keys."""
+    try:
+        return await unasked(registry.client, config.group.name, gate.awaited(fleet.table, config))
+    except ControlUnavailable:
+        raise
+    except ControlError:
+        return frozenset()
 
 
 async def _failed_jobs(registry: Registry, config: Config) -> list[JobFailure]:

@@ -5,6 +5,7 @@ Ages and waits are seconds. A view is healthy when nothing needs an operator; `p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -152,11 +153,14 @@ def status(
     scales: Mapping[str, Scale] = MappingProxyType({}),
     workers: Mapping[str, int] | None = None,
     failed_jobs: Sequence[JobFailure] = (),
+    unarchived_s: float | None = None,
+    late_s: float = math.inf,
 ) -> StatusView:
     """The fleet as it is, what is wrong with it, and what `waits`.
 
     `corrupt` says of a live version what was found wrong with its stored bytes. `scales` are what hosts were asked to
-    run, `workers` how many run there, None where that may not be read.
+    run, `workers` how many run there, None where that may not be read. What was written `unarchived_s` ago is in no
+    archive yet, and should be after `late_s`.
     """
     replicas = list(_replicas(fleet))
     runs = [_run(fleet, run) for run in sorted(fleet.runs.keys() | fleet.table.runs.keys())]
@@ -183,6 +187,7 @@ def status(
         *(_corrupt_problem(version, reason) for version, reason in sorted(corrupt.items())),
         *([f"cache server: {cache_problem}"] if cache_problem else []),
         *map(_job_problem, failed_jobs),
+        *([_archive_problem(unarchived_s)] if unarchived_s is not None and unarchived_s > late_s else []),
     ]
     return StatusView(
         group=group,
@@ -325,6 +330,13 @@ def _corrupt_problem(version: str, reason: str) -> str:
 def _job_problem(job: JobFailure) -> str:
     about = f" of {job.about}" if job.about else ""
     return f"job {job.function}{about} failed: {job.reason}; it counts for a day, or until it is asked for again"
+
+
+def _archive_problem(unarchived_s: float) -> str:
+    return (
+        f"nothing of the last {duration(unarchived_s)} is archived, and it fills the control server's memory: "
+        "see that adaptersync worker runs, and what its jobs say (adaptersync jobs)"
+    )
 
 
 def versions(facts: list[Facts], fleet: Fleet) -> list[VersionView]:

@@ -47,14 +47,16 @@ def _on_their_way(fleet: Fleet, config: Config) -> Iterator[WaitView]:
                 yield WaitView(version=name, state=version.state, waits_for=few)
             for replica, left_s in promotion.unanswered(fleet, config, name).items():
                 yield WaitView(version=name, state=version.state, waits_for=f"the word of {replica}", left_s=left_s)
-            if version.state == "ready" and not version.admitted:
+            if version.waits_at_gate:
                 yield _at_the_gate(fleet, config, name, version)
 
 
 def _at_the_gate(fleet: Fleet, config: Config, name: str, version: LiveVersion) -> WaitView:
-    function = config.coordinator.gate_function
-    if function and not version.held:
+    if name in gate.awaited(fleet.table, config):
         left_s = max(0.0, gate.left_s(fleet, config, version))
-        return WaitView(version=name, state="ready", waits_for=f"the gate: {function}", left_s=left_s)
+        what = f"the gate: {config.coordinator.gate_function}"
+        if name in fleet.unasked:
+            what += f"; {gate.UNASKED}"
+        return WaitView(version=name, state="ready", waits_for=what, left_s=left_s)
     why = f"{version.held}; " if version.held else ""
     return WaitView(version=name, state="ready", waits_for=f"the gate: {why}adaptersync gate admit, or refuse")

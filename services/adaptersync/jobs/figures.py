@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -15,10 +14,8 @@ from rq import Queue
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
 from rq.serializers import JSONSerializer
 
-from adaptersync_core.archive import Archive, installed
-from adaptersync_core.chain import FIRST, place
 from adaptersync_core.config import Config
-from adaptersync_core.errors import ControlError, StoreError
+from adaptersync_core.errors import ControlError
 from adaptersync_core.figures import Figure, Figures
 from adaptersync_core.keys import Keys
 from adaptersync_core.queue import queue_name
@@ -31,11 +28,6 @@ TABLE = (
     Figure(name="jobs_failed", kind="gauge", text="Jobs of the last day that failed"),
     Figure(name="jobs_finished", kind="gauge", text="Jobs that ended well within the last hour"),
     Figure(name="rollouts_rows", kind="gauge", text="Ledger rows in Redis"),
-    Figure(
-        name="unarchived_seconds",
-        kind="age",
-        text="Since the oldest ledger row that is not in the store's archive; 0: none. Not told where none is kept",
-    ),
     Figure(name="events_entries", kind="gauge", text="Entries of the event stream in Redis"),
 )
 
@@ -48,8 +40,6 @@ class JobFigures(Collector):
         self._keys = Keys(config.group.name)
         self._queue = queue_name(config.group.name)
         self._connection = rq_connection(self._url)
-        self._store, self._group = Path(config.store.path), config.group.name
-        self._archives = config.jobs.ledger_s > 0 and installed()
 
     def collect(self) -> Iterator[Metric]:
         figures = Figures("worker", TABLE)
@@ -57,7 +47,7 @@ class JobFigures(Collector):
             with translated(self._url):
                 self._look(figures)
             figures.set("redis_reachable", 1)
-        except (ControlError, StoreError) as error:
+        except ControlError as error:
             log.warning("figures cannot be read: %s", error)
             figures.forget(*(figure.name for figure in TABLE))
             figures.set("redis_reachable", 0)
@@ -73,19 +63,5 @@ class JobFigures(Collector):
         ):
             # not cleaned up: that is the worker's business
             figures.set(name, registry(queue=queue).get_job_count(cleanup=False))
-        if self._archives:
-            figures.since("unarchived_seconds", self._unarchived_s())
         figures.set("rollouts_rows", int(self._connection.xlen(self._keys.rollouts)))
         figures.set("events_entries", int(self._connection.xlen(self._keys.events)))
-
-    def _unarchived_s(self) -> float:
-        """By the server's clock, which made the ids of entries."""
-        head = Archive(self._store, self._group, "rollouts").head()
-        after = head.link.cursor if head else FIRST
-        entries = self._connection.xrange(self._keys.rollouts, min=f"({after}", count=1)
-        if not entries:
-            return 0.0
-        oldest = entries[0][0]
-        since_s = place(oldest.decode() if isinstance(oldest, bytes) else str(oldest))[0] / 1000
-        seconds, microseconds = self._connection.time()
-        return max(0.0, seconds + microseconds / 1e6 - since_s)

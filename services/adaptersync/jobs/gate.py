@@ -102,7 +102,7 @@ async def _waiting(config: Config, adapter_id: str) -> Manifest | None:
     try:
         registry = Registry(client, Keys(config.group.name))
         version = (await registry.table()).versions.get(adapter_id)
-        if version is None or version.state != "ready" or version.admitted or version.held:
+        if version is None or not version.unanswered:
             return None
         return await registry.manifest(adapter_id)
     finally:

@@ -30,6 +30,7 @@ from adaptersync_core.keys import Keys
 from adaptersync_core.redis import Entry, RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.store_identity import agree
+from adaptersync_core.unarchived import note
 
 PAGE = 1000  # entries of one read
 BATCH = 10_000  # entries of one link: some 100 MB in memory, a few on the disk
@@ -125,6 +126,7 @@ class Drain:
         """`beside` is where the others end; of those before it in this run also up to when they are whole."""
         self._name = name
         self._client = client
+        self._keys = keys
         self._control = keys.control
         self._stream = {"fates": keys.fates, "rollouts": keys.rollouts, "events": keys.events}[name]
         self._kept = EVENTS_KEPT if name == "events" else 0
@@ -144,6 +146,8 @@ class Drain:
             if whole:
                 break
         await asyncio.to_thread(self._archive.tidy)  # of links that are there only now
+        if head is not None:
+            await note(self._client, self._keys, self._name, head.link.cursor)
         await self._trim(head)
         if head is not None and head.link.merged != day(head.link.highest):
             await self._merge(head)

@@ -14,17 +14,16 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-import msgspec
 from rq import cron_job_registry
 from rq.exceptions import DuplicateSchedulerError, SchedulerNotFound
 
-from adaptersync_core.archive import installed
+from adaptersync_core.archive import require
 from adaptersync_core.config import Config
 from adaptersync_core.errors import ConfigError, ControlError
 from adaptersync_core.keys import Keys
 from adaptersync_core.queue import GATE, ROUNDS, Jobs, queue_name
 from adaptersync_core.redis import rq_connection, translated
-from adaptersync_core.table import Table
+from adaptersync_core.table import read_table
 
 if TYPE_CHECKING:
     from rq.cron import CronJob
@@ -60,13 +59,10 @@ class Schedule:
                     self._add(config, name, ROUNDS[name], self._round(name), cron=when)
                 except ValueError as error:  # croniter's own are of this kind
                     raise ConfigError(f"setting is no time: {error}", key=f"jobs.{name}_cron", value=when) from error
-        if settings.ledger_s and installed():
+        if settings.ledger_s:
+            require()  # without, what nobody archives nor trims would fill Redis
             every_s = math.ceil(settings.ledger_s)
             self._add(config, "ledger", ROUNDS["ledger"], self._round("ledger"), interval=every_s)
-        elif settings.ledger_s:
-            log.warning(
-                "the ledger stays in Redis: to archive it, pip install 'adaptersync[ledger]', or set jobs.ledger_s"
-            )
         if config.coordinator.gate_function:
             self._add(config, "gates", GATE, self._gates, interval=GATES_S)
 
@@ -149,8 +145,7 @@ class Schedule:
 
     def _gates(self) -> None:
         """A coordinator asks as soon as a version waits; this is for what was lost then."""
-        text = self._connection.get(self._keys.table)
-        table = msgspec.json.decode(text, type=Table) if text else Table()
+        table = read_table(self._connection.get(self._keys.table))
         for name, version in table.versions.items():
-            if version.state == "ready" and not version.admitted and not version.held:
+            if version.unanswered:
                 self._jobs.evaluation(name)

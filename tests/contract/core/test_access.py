@@ -13,13 +13,14 @@ from adaptersync.coordinator.observer import workers
 from adaptersync.jobs.ledger import drain
 from adaptersync_core import scaling
 from adaptersync_core.access import OWNS, READING, Instance, rules
-from adaptersync_core.config import load_config
+from adaptersync_core.config import Config, load_config
 from adaptersync_core.errors import ControlError
 from adaptersync_core.keys import EVERYBODY, SPECS, Keys, Role
 from adaptersync_core.records import Ack, ReplicaReport, Request, RouterReport
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.table import Table
+from adaptersync_core.unarchived import unarchived_s
 
 GROUP = "test"
 KEYS = Keys(GROUP)
@@ -171,6 +172,12 @@ async def test_an_agent_speaks_for_its_replica_only(registry: Callable[[Role], R
         await agent.request(Request(kind="rollback", run="run-a"))
     assert await registry("reader").acks("replica-1") == {}
     assert await registry("coordinator").table() == Table()
+
+
+async def test_who_leads_and_who_looks_on_learn_what_is_not_archived(registry: Callable[[Role], Registry]) -> None:
+    for role in EVERYBODY:
+        told = await unarchived_s(registry(role).client, KEYS, Config())
+        assert (told is not None) == (role not in ("agent", "router")), role
 
 
 async def test_a_trainer_has_its_run_only(registry: Callable[[Role], Registry]) -> None:

@@ -66,9 +66,18 @@ async def test_what_may_be_written_where(well: Host, monkeypatch: pytest.MonkeyP
     assert said(await look(well.config, "agent"), "can be written to, where adapters are only read", "warning")
     monkeypatch.setattr(directories, "_writable", lambda _: False)
     assert said(await look(well.config, "trainer"), "cannot be written to")
+    assert said(await look(well.config, "worker"), "cannot be written to")
     assert said(await look(well.config, "router"), "cannot be written to")
     found = await look(well.config, "agent")
     assert [finding.about for finding in found] == ["stage"]
+
+
+async def test_a_worker_has_what_it_archives_with(well: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "installed", lambda: False)
+    assert said(await look(well.config, "worker"), "pyarrow is not installed")
+    assert await look(well.config, "router") == []
+    without = replace(well.config, jobs=replace(well.config.jobs, ledger_s=0.0))
+    assert await look(without, "worker") == []
 
 
 def test_writing_is_tried_and_leaves_nothing(tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from adaptersync.coordinator.gate import UNASKED, overdue
 from adaptersync_core.events import RequestRefused, VersionHeld, VersionReady, VersionRolledBack
 from support.stories import V, after, fate, ready, states
-from support.world import World, apply, coordinate, settle
+from support.world import World, apply, coordinate, fleet, settle
 
 
 def at_the_gate() -> World:
@@ -127,6 +129,13 @@ def test_a_function_that_does_not_say_in_time_is_not_waited_for(policy: str, sta
     if policy == "hold":
         assert world.table.versions[V[1]].held == "my.module:judge has not said in 90 s"
         assert after(world, "later 1000", "settle").table == world.table  # said once
+
+
+def test_a_function_that_nobody_asked_is_not_said_to_be_silent() -> None:
+    world = after(asked(), "later 91")
+    draft = overdue(replace(fleet(world), unasked=frozenset({V[1]})), world.config)
+    assert draft is not None
+    assert draft.versions[V[1]].held == f"my.module:judge has not said in 90 s, for {UNASKED}"
 
 
 def test_what_is_held_an_operator_decides() -> None:

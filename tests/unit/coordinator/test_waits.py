@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from adaptersync.coordinator.gate import UNASKED
 from adaptersync.coordinator.waits import waits
 from support.stories import V, after, ready
 from support.world import World, fleet, name_of
@@ -91,5 +92,7 @@ def test_a_gate_says_whom_it_waits_for() -> None:
     asks = {"gate": True, "gate_function": "my.module:judge", "gate_timeout_s": 90.0}
     world = after(ready(**asks), "publish run1", "settle", "later 20")
     assert told(world) == [(V[1], "the gate: my.module:judge", 70)]
+    (wait,) = waits(replace(fleet(world), unasked=frozenset({V[1]})), world.config)
+    assert wait.waits_for == f"the gate: my.module:judge; {UNASKED}"
     what = "the gate: my.module:judge has not said in 90 s; adaptersync gate admit, or refuse"
     assert told(after(world, "later 71", "settle")) == [(V[1], what, None)]

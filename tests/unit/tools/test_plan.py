@@ -13,7 +13,8 @@ import pytest
 from msgspec.structs import replace
 
 from adaptersync.trainer import AdapterPublisher
-from adaptersync_core.archive import Archive, Head
+from adaptersync_core.archive import Archive
+from adaptersync_core.chain import Head
 from adaptersync_core.config import Config, RedisSection, StoreSection
 from adaptersync_core.errors import ConfigError
 from adaptersync_core.events import PHASES, ReplicaAcked, to_fields
@@ -199,7 +200,8 @@ def test_what_the_ledger_takes_in_the_store(tmp_path: Path) -> None:
     for archive in (rollouts, fates, events):
         head = heads[archive]
         assert head is not None
-        archive.merge(sorted(archive.files()), head)
+        files = [file for _, file in sorted(archive.files().items())]
+        assert archive.merge(files, [archive.checked(file) for file in files], head)
     assert content / 2 < taken() < content
 
 

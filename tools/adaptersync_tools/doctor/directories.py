@@ -59,7 +59,7 @@ def _store(verdict: Verdict, store: Path, roles: frozenset[Role]) -> None:
         "mount the group's store, or set store.path",
     )
     _not_everyones(verdict, "store", store)
-    writers = roles & {"trainer", "coordinator"}
+    writers = roles & {"trainer", "coordinator", "worker"}
     if writers:
         may = _writable(store)
         fix = f"mount it read-write where {' and '.join(sorted(writers))} run, and give their user the right"

@@ -11,6 +11,7 @@ import urllib.request
 import orjson
 
 from adaptersync.router.open_files import OTHERS
+from adaptersync_core.archive import installed
 from adaptersync_core.config import Config
 from adaptersync_tools.doctor.finding import Role, Verdict
 
@@ -20,6 +21,13 @@ ANSWER_S = 2.0
 def examine(verdict: Verdict, config: Config, roles: frozenset[Role]) -> None:
     if "router" in roles:
         _router(verdict, config)
+    if "worker" in roles:
+        verdict.check(
+            "ledger",
+            not config.jobs.ledger_s or installed(),
+            "pyarrow is not installed, and without it a worker cannot archive the ledger: it does not start",
+            "pip install 'adaptersync[ledger]', or leave it in Redis with jobs.ledger_s = 0",
+        )
     _metrics(verdict, config, roles)
     _settings(verdict, config)
 

@@ -97,11 +97,11 @@ ALERTS = (
     ),
     Alert(
         name="AdapterSyncArchiveLag",
-        expr="max(adaptersync_worker_unarchived_seconds) > 900",
+        expr="max(adaptersync_coordinator_unarchived_seconds) > max(adaptersync_coordinator_archive_late_seconds)",
         hold="0m",
         severity="page",
-        summary="ledger rows are not archived in the store: they fill the control server's memory",
-        fix="rq info: is a worker at it, or do its jobs fail? see the worker's log",
+        summary="the ledger is not archived in the store: it fills the control server's memory",
+        fix="adaptersync jobs: does a worker run, is it at something else, or do its jobs fail? see the worker's log",
     ),
     Alert(
         name="AdapterSyncSpoolFilling",

@@ -146,7 +146,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Oldest row that is not archived", text="In Redis, and not yet in the store.", unit="s",
-            queries={"rollouts": f"max({W}unarchived_seconds)"},
+            queries={"oldest": f"max({C}unarchived_seconds)"},
         ),
         Panel(
             title="Agents' last reports", text="Since the coordinator heard of them.", unit="s",

@@ -1,0 +1,66 @@
+"""That nobody archives is seen without a worker, and without the store: by what Redis holds."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from adaptersync.coordinator.observer import look
+from adaptersync.jobs.ledger import drain
+from adaptersync_core.config import Config
+from adaptersync_core.redis import RedisClient
+from adaptersync_core.registry import Registry
+from adaptersync_core.unarchived import LATE_S, unarchived_s
+from support.ledger import Writer, config_of, row
+
+
+@pytest.fixture
+def config(redis_url: str, tmp_path: Path) -> Config:
+    return config_of(redis_url, tmp_path / "store")
+
+
+@pytest.fixture
+async def writer(redis_url: str) -> AsyncIterator[Writer]:
+    client = RedisClient(redis_url, name="test")
+    yield Writer(client)
+    await client.close()
+
+
+async def said(writer: Writer, config: Config) -> list[str]:
+    _, view = await look(Registry(writer.client, writer.keys), config)
+    return [problem for problem in view.problems if "is archived" in problem]
+
+
+async def aged(writer: Writer, seconds: float) -> None:
+    """A row that was written so long ago."""
+    now = await writer.client.command("TIME")
+    await writer.rows([row("r-1")], entry=f"{int((now[0] - seconds) * 1000)}-0")
+
+
+async def test_without_a_worker_status_says_so(config: Config, writer: Writer) -> None:
+    assert await said(writer, config) == []
+    await aged(writer, 7200)
+    (problem,) = await said(writer, config)
+    assert problem.startswith("nothing of the last 2 h is archived")
+    assert await said(writer, replace(config, jobs=replace(config.jobs, ledger_s=0.0))) == []
+
+
+async def test_what_is_archived_and_still_there_is_no_problem(config: Config, writer: Writer) -> None:
+    """The last entry stays, and Redis trims by the hundred."""
+    await aged(writer, 7200)
+    await drain(config)
+    assert await writer.client.command("XLEN", writer.keys.rollouts) == 1
+    assert await said(writer, config) == []
+    assert await unarchived_s(writer.client, writer.keys, config) == 0.0
+    await aged(writer, 5000)  # after that
+    assert len(await said(writer, config)) == 1
+
+
+async def test_what_is_late_is_counted_from_when_it_is_due(config: Config, writer: Writer) -> None:
+    hourly = replace(config, jobs=replace(config.jobs, ledger_s=3600.0))
+    await aged(writer, LATE_S + 1800)
+    assert len(await said(writer, config)) == 1
+    assert await said(writer, hourly) == []

@@ -53,7 +53,7 @@ LOOKING = "zrange zrevrange zcard zscore hget hmget xrevrange"  # and at which j
 OWNS: dict[Role, str] = {"trainer": "run", "agent": "replica", "router": "router"}
 
 
-class Instance(Struct, frozen=True, order=True):
+class RedisUser(Struct, frozen=True, order=True):
     """One user: an agent by its replica's name, a trainer by its run, others by their own."""
 
     role: Role
@@ -68,15 +68,15 @@ class Instance(Struct, frozen=True, order=True):
         return f"{self.role}-{self.name}"
 
 
-def parse(text: str) -> Instance:
+def parse(text: str) -> RedisUser:
     """ "agent:replica-0" as an instance; NameInvalid."""
     role, _, name = text.partition(":")
     if role not in EVERYBODY:
         check_name(f"role (one of {', '.join(EVERYBODY)}) and", text)
-    return Instance(role, check_name(role, name))  # type: ignore[arg-type]
+    return RedisUser(role, check_name(role, name))  # type: ignore[arg-type]
 
 
-def acl_file(group: str, passwords: dict[Instance, str], *, admin: str, server: Server | None = None) -> str:
+def acl_file(group: str, passwords: dict[RedisUser, str], *, admin: str, server: Server | None = None) -> str:
     """The whole file. `admin` is the password of the user `admin`, who may do everything; `default` is nobody.
 
     `server` leaves out what is not on that one of the two servers.
@@ -92,7 +92,7 @@ def hashed(password: str) -> str:
     return f"#{hashlib.sha256(password.encode()).hexdigest()}"
 
 
-def rules(group: str, instance: Instance, *, server: Server | None = None) -> Iterator[str]:
+def rules(group: str, instance: RedisUser, *, server: Server | None = None) -> Iterator[str]:
     """What one user may do, as the arguments of ACL SETUSER."""
     head, role = f"{PREFIX}:{{{check_name('group', group)}}}:", instance.role
     yield from ("resetkeys", "resetchannels", "-@all")
@@ -129,7 +129,7 @@ def rules(group: str, instance: Instance, *, server: Server | None = None) -> It
         yield f"({_allowed(QUEUE_COMMANDS)} ~{QUEUE_KEYS})"
 
 
-def owned(spec: KeySpec, instance: Instance) -> Iterable[str]:
+def owned(spec: KeySpec, instance: RedisUser) -> Iterable[str]:
     """The names of keys of this kind that are this instance's to write, as Redis' patterns."""
     own, name = OWNS.get(instance.role), instance.name
     pattern = spec.pattern

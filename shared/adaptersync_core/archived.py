@@ -32,7 +32,7 @@ class Record(Struct, frozen=True):
     values: dict[str, Any]
 
 
-class Table(Struct, frozen=True, kw_only=True):
+class ArchiveTable(Struct, frozen=True, kw_only=True):
     """`columns` by name, each with its kind; the first ones are of every table."""
 
     columns: Mapping[str, str]
@@ -92,8 +92,8 @@ def _event(entry: str, fields: Fields) -> list[Record]:
     return [Record(entry, run, {**_head(entry), **values, "fields": msgspec.json.encode(fields).decode()})]
 
 
-TABLES: Mapping[str, Table] = {
-    "fates": Table(
+TABLES: Mapping[str, ArchiveTable] = {
+    "fates": ArchiveTable(
         columns={
             **_OF_EVERY,
             "run": "text",
@@ -106,8 +106,8 @@ TABLES: Mapping[str, Table] = {
         },
         records=_fates,
     ),
-    "rollouts": Table(columns={**_OF_EVERY, **_ROW, "unread": "text"}, records=_rollout),
-    "events": Table(
+    "rollouts": ArchiveTable(columns={**_OF_EVERY, **_ROW, "unread": "text"}, records=_rollout),
+    "events": ArchiveTable(
         columns={**_OF_EVERY, **dict.fromkeys(EVENT_COLUMNS, "text"), "fields": "text"},
         records=_event,
     ),

@@ -16,7 +16,7 @@ import orjson
 import pytest
 import redis
 
-from adaptersync_core.access import Instance
+from adaptersync_core.access import RedisUser
 from adaptersync_core.config import Config, load_config
 from adaptersync_core.rollouts import FIELD
 from adaptersync_tools.demo.synthetic import write_adapter
@@ -71,7 +71,7 @@ class Fleet:
 
     def run(self, *arguments: str, user: str = "operator:operator-0") -> subprocess.CompletedProcess[str]:
         role, _, name = user.partition(":")
-        who = self.passwords.settings(Instance(role, name))  # type: ignore[arg-type]
+        who = self.passwords.settings(RedisUser(role, name))  # type: ignore[arg-type]
         environment = {**os.environ, "ADAPTERSYNC_CONFIG": str(self.config_path), **who}
         return subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=60, env=environment)
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from adaptersync.jobs import ledger
 from adaptersync.jobs.ledger import drain
 from adaptersync_core.archive import NO_RUN, Archive
-from adaptersync_core.archived import TABLES, Table
+from adaptersync_core.archived import TABLES, ArchiveTable
 from adaptersync_core.config import Config
 from adaptersync_core.errors import ConfigError, StoreError, StoreGone
 from adaptersync_core.fates import Fates
@@ -266,7 +266,7 @@ async def test_files_of_a_release_before_are_merged_and_known_too(
     before = {name: kind for name, kind in table.columns.items() if name != "prompt"}
     await old(writer, range(2))
     with monkeypatch.context() as earlier:
-        earlier.setitem(cast(dict[str, Table], TABLES), "rollouts", replace(table, columns=before))
+        earlier.setitem(cast(dict[str, ArchiveTable], TABLES), "rollouts", replace(table, columns=before))
         await drain(config)
     await writer.rows([row("r-2", prompt="5e1f")], entry=f"{1_700_000_000_005}-0")
     await drain(config)

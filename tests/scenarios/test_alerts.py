@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from adaptersync.jobs.figures import JobFigures
 from adaptersync.jobs.ledger import drain
-from adaptersync_core.access import Instance, rules
+from adaptersync_core.access import RedisUser, rules
 from adaptersync_core.config import Config, TelemetrySection
 from adaptersync_core.figures import text
 from adaptersync_core.queue import Jobs
@@ -336,7 +336,7 @@ async def test_the_ledger_is_not_archived(seen: Watched) -> None:
 
 
 def test_a_worker_tells_as_much_with_the_rights_of_its_own_user(config: Config) -> None:
-    worker = Instance("worker", "worker-0")
+    worker = RedisUser("worker", "worker-0")
     user, url = worker.user(config.group.name), config.redis.control_url
     with rq_connection(url) as admin:
         admin.execute_command("ACL", "SETUSER", user, "on", ">secret", *rules(config.group.name, worker))

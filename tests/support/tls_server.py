@@ -8,13 +8,13 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from adaptersync_core.access import Instance, acl_file
+from adaptersync_core.access import RedisUser, acl_file
 from adaptersync_core.address import complete
 from support.certificates import Authority
 from support.redis_servers import server_binary
 from support.wait import wait_until_sync
 
-OPERATOR = Instance("operator", "ops")
+OPERATOR = RedisUser("operator", "ops")
 
 
 class TlsServer:

@@ -16,7 +16,7 @@ PORTS = 65536
 LAST = 999  # instance number
 
 
-class Instance(Struct, frozen=True, kw_only=True):
+class ReplicaSlot(Struct, frozen=True, kw_only=True):
     """`name` is unique among hosts, `number` on one."""
 
     number: int
@@ -31,7 +31,7 @@ class Instance(Struct, frozen=True, kw_only=True):
     stage_path: Path
 
     @classmethod
-    def of(cls, config: Config, number: int, *, hostname: str = "") -> Instance:
+    def of(cls, config: Config, number: int, *, hostname: str = "") -> ReplicaSlot:
         engine = config.engine
         ports = [first + number for first in (engine.port, engine.events_port, engine.replay_port)]
         metrics_port = config.agent.metrics_port and config.agent.metrics_port + number

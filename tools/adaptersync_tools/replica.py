@@ -22,7 +22,7 @@ from adaptersync_core.errors import AdapterSyncError, ConfigError
 from adaptersync_core.notify import Notifier
 from adaptersync_core.vllm import VllmClient
 from adaptersync_tools.engines import EngineSettings, EventPorts, gpu_count, simulator_spec, vllm_spec
-from adaptersync_tools.instance import Instance
+from adaptersync_tools.instance import ReplicaSlot
 from adaptersync_tools.supervisor import Spec
 
 LOOK_S = 1.0
@@ -33,7 +33,7 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 log = logging.getLogger(__name__)
 
 
-def spec(config: Config, at: Instance, environment: dict[str, str]) -> Spec:
+def spec(config: Config, at: ReplicaSlot, environment: dict[str, str]) -> Spec:
     """The engine's command. A GPU that the unit has chosen stays chosen."""
     engine = config.engine
     if not engine.model:

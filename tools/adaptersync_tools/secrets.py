@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from adaptersync_core import access, api_keys
-from adaptersync_core.access import Instance
+from adaptersync_core.access import RedisUser
 from adaptersync_core.api_keys import ApiKey, read_secret
 from adaptersync_core.config import variable
 from adaptersync_core.errors import ConfigError
@@ -31,16 +31,16 @@ class Passwords:
         self._directory = directory
         self._group = group
 
-    def path(self, instance: Instance | None = None) -> Path:
+    def path(self, instance: RedisUser | None = None) -> Path:
         """None: of the server's own administrator."""
         return self._directory / f"{instance.file if instance else ADMIN}{SUFFIX}"
 
-    def settings(self, instance: Instance) -> dict[str, str]:
+    def settings(self, instance: RedisUser) -> dict[str, str]:
         """What makes a service this user, as variables of its environment; they hold no secret."""
         who = {"redis.user": instance.user(self._group), "redis.password_file": str(self.path(instance))}
         return {variable(name): value for name, value in who.items()}
 
-    def write_acl(self, file: Path, instances: Iterable[Instance], server: Server | None = None) -> None:
+    def write_acl(self, file: Path, instances: Iterable[RedisUser], server: Server | None = None) -> None:
         """The file that a server loads; it has hashes only."""
         self._directory.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         passwords = {instance: self._kept(self.path(instance)) for instance in sorted(set(instances))}

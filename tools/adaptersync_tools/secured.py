@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from adaptersync_core.access import Instance
+from adaptersync_core.access import RedisUser
 from adaptersync_core.keys import Role
 from adaptersync_tools import servers
 from adaptersync_tools.secrets import Passwords, add_key, write_private
 
 OPERATOR, READER, WORKER = (
-    Instance("operator", "operator-0"),
-    Instance("reader", "reader-0"),
-    Instance("worker", "worker-0"),
+    RedisUser("operator", "operator-0"),
+    RedisUser("reader", "reader-0"),
+    RedisUser("worker", "worker-0"),
 )
 KEYS = {"trainer": "rollout", "admin": "admin"}  # of the routers, with the scope of each
 
@@ -37,7 +37,7 @@ class Secured:
             ("router", routers),
             ("trainer", trainers),
         )
-        users += [Instance(role, name) for role, names in named for name in names]
+        users += [RedisUser(role, name) for role, names in named for name in names]
         for server in servers.Role:
             self._passwords.write_acl(self.acl_file(server), users, server.value)
         for name, scope in KEYS.items():
@@ -59,4 +59,4 @@ class Secured:
 
     def user(self, role: Role, name: str) -> dict[str, str]:
         """The variables that make a process this user."""
-        return self._passwords.settings(Instance(role, name))
+        return self._passwords.settings(RedisUser(role, name))

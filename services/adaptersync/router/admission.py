@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from adaptersync.router.fates import Fates
+from adaptersync.router.fates import FateCache
 from adaptersync.router.resolve import RETRY_S, Ask, Fate, Hold, Target, resolve
 from adaptersync.router.table import TableView
 from adaptersync_core.errors import ControlError, Unroutable
@@ -19,7 +19,9 @@ from adaptersync_core.table import Table
 class Admission:
     """`held` is how many requests wait at this moment, for a table or for a record."""
 
-    def __init__(self, view: TableView, fates: Fates, *, base_model: str, hold_s: float, held_requests: int) -> None:
+    def __init__(
+        self, view: TableView, fates: FateCache, *, base_model: str, hold_s: float, held_requests: int
+    ) -> None:
         self._view = view
         self._fates = fates
         self.base_model = base_model

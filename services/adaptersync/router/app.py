@@ -22,7 +22,7 @@ from adaptersync.router.chains import RememberedChains
 from adaptersync.router.connections import Connections
 from adaptersync.router.credentials import Credentials
 from adaptersync.router.exchange import Exchange
-from adaptersync.router.fates import Fates
+from adaptersync.router.fates import FateCache
 from adaptersync.router.firsts import Firsts
 from adaptersync.router.guard import Guard
 from adaptersync.router.ledger import Ledger
@@ -186,7 +186,7 @@ async def _serving(
     view = TableView(registry, max_age_s=settings.table_max_age_s)
     admission = Admission(
         view,
-        Fates(registry),
+        FateCache(registry),
         base_model=config.group.base_model,
         hold_s=min(settings.hold_s, settings.request_timeout_s),
         held_requests=settings.held_requests,

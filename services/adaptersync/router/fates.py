@@ -17,7 +17,7 @@ KEPT = 4096  # names
 PENDING_S = 1.0  # how long an answer that may still change is believed
 
 
-class Fates:
+class FateCache:
     """A bounded cache in front of the registry; equal questions asked at once are one read."""
 
     def __init__(self, registry: Registry) -> None:

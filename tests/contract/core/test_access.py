@@ -12,7 +12,7 @@ import redis
 from adaptersync.coordinator.observer import workers
 from adaptersync.jobs.ledger import drain
 from adaptersync_core import scaling
-from adaptersync_core.access import OWNS, READING, Instance, rules
+from adaptersync_core.access import OWNS, READING, RedisUser, rules
 from adaptersync_core.config import Config, load_config
 from adaptersync_core.errors import ControlError
 from adaptersync_core.keys import EVERYBODY, SPECS, Keys, Role
@@ -59,8 +59,8 @@ NOBODYS = (
 )  # fmt: skip
 
 
-def instance(role: Role) -> Instance:
-    return Instance(role, NAMES.get(role, f"{role}-0"))
+def instance(role: Role) -> RedisUser:
+    return RedisUser(role, NAMES.get(role, f"{role}-0"))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from adaptersync_core.config import Config, load_config, names, variable
-from adaptersync_tools.instance import Instance
+from adaptersync_tools.instance import ReplicaSlot
 from support.documents import typed
 from support.source import REPOSITORY
 
@@ -157,7 +157,7 @@ def places(service: dict[str, Any]) -> dict[str, tuple[str, bool]]:
 def test_a_container_has_what_its_part_needs_and_no_more() -> None:
     services = composed("compose.yaml", MODEL="/srv/models/base")["services"]
     config = load_config(environment=services["agent-0"]["environment"])
-    at = Instance.of(config, 0, hostname="host")
+    at = ReplicaSlot.of(config, 0, hostname="host")
     agent, replica = places(services["agent-0"]), places(services["replica-0"])
     store, stage, run = config.store.path, config.agent.stage_path, config.engine.run_path
     assert agent == {store: ("store", False), stage: ("staged-0", True), run: ("run-0", True)}

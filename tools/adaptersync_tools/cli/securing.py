@@ -8,7 +8,7 @@ from typing import Literal
 import click
 from rich.text import Text
 
-from adaptersync_core.access import Instance, parse
+from adaptersync_core.access import RedisUser, parse
 from adaptersync_core.api_keys import SCOPES
 from adaptersync_core.config import Config
 from adaptersync_core.errors import ConfigError, NameInvalid
@@ -58,16 +58,16 @@ def acl(
     console(stderr=True).print(Text("a server that runs takes it with ACL LOAD", "dim"))
 
 
-def _of_settings(config: Config) -> list[Instance]:
-    trainers = [Instance("trainer", config.trainer.run)] if config.trainer.run else []
+def _of_settings(config: Config) -> list[RedisUser]:
+    trainers = [RedisUser("trainer", config.trainer.run)] if config.trainer.run else []
     return [
         *trainers,
-        Instance("agent", config.agent.name),
-        Instance("coordinator", config.coordinator.name),
-        Instance("router", config.router.name),
-        Instance("worker", "worker-0"),
-        Instance("operator", "operator-0"),
-        Instance("reader", "reader-0"),
+        RedisUser("agent", config.agent.name),
+        RedisUser("coordinator", config.coordinator.name),
+        RedisUser("router", config.router.name),
+        RedisUser("worker", "worker-0"),
+        RedisUser("operator", "operator-0"),
+        RedisUser("reader", "reader-0"),
     ]
 
 

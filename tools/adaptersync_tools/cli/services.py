@@ -12,7 +12,7 @@ import click
 from adaptersync_core.notify import Notifier
 from adaptersync_core.telemetry import configure_logging
 from adaptersync_tools.cli.common import config_option, settings
-from adaptersync_tools.instance import LAST, Instance
+from adaptersync_tools.instance import LAST, ReplicaSlot
 
 number_option = partial(click.option, type=click.IntRange(0, LAST))
 
@@ -36,7 +36,7 @@ def agent(
     from adaptersync.agent.app import run_agent
 
     given = {"agent__name": name, "agent__engine_url": engine_url, "agent__public_url": public_url}
-    follows = {} if number is None else Instance.of(settings(config_path), number).overrides()
+    follows = {} if number is None else ReplicaSlot.of(settings(config_path), number).overrides()
     run_agent(settings(config_path, **follows | {key: value for key, value in given.items() if value is not None}))
 
 
@@ -57,7 +57,7 @@ def replica(config_path: Path | None, number: int) -> int:
 
     notifier = Notifier.take(os.environ)
     config = settings(config_path)
-    at = Instance.of(config, number)
+    at = ReplicaSlot.of(config, number)
     configure_logging("replica", at.name)
     command = spec(config, at, dict(os.environ))
     return asyncio.run(keep(command, at.engine_url, notifier, drain_s=config.engine.drain_s))

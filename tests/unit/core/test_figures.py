@@ -135,6 +135,7 @@ def trickling(port: int) -> Iterator[threading.Event]:
             except OSError:
                 break
         else:
+            client.close()  # or who waits for it would wait for ever
             return
         cut.set()
 

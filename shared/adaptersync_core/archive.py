@@ -172,16 +172,23 @@ class Archive(Chain):
         """Remove what a death left: files that were noted and belong to no link, files that were replaced."""
         head = self.head()
         number = head.link.number if head else 0
+        for note, noted in self._notes():
+            if noted.number <= number:  # what is not there yet may be somebody's who is at it
+                self._discard(noted)
+                note.unlink(missing_ok=True)
+
+    def pending(self) -> set[str]:
+        """Files that somebody writes, or left as he died: `tidy` removes what becomes of no link."""
+        return {path for _, noted in self._notes() for path in noted.paths if link_of(path) == noted.number}
+
+    def _notes(self) -> Iterator[tuple[Path, Noted]]:
         for note in sorted(self._chain.glob("*.noted")):
             try:
-                noted = msgspec.json.decode(note.read_bytes(), type=Noted)
+                yield note, msgspec.json.decode(note.read_bytes(), type=Noted)
             except FileNotFoundError:
                 continue  # another tidies, too
             except msgspec.MsgspecError as error:
                 raise StoreError(f"note of the ledger cannot be read: {error}", path=str(note)) from error
-            if noted.number <= number:  # what is not there yet may be somebody's who is at it
-                self._discard(noted)
-                note.unlink(missing_ok=True)
 
     def _add(self, link: Link, first: str, last: str, parts: Mapping[str, Any]) -> Head | None:
         """Write a table a directory, and the link that names them."""

@@ -341,6 +341,35 @@ async def test_a_worker_may_go_on_meanwhile(config: Config, honest: Archive, wri
     assert list(ends.contradictions()) == []
 
 
+async def test_what_a_worker_left_as_it_died_is_no_tampering(
+    config: Config, honest: Archive, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: object) -> None:
+        raise Killed
+
+    await writer.rows([row("aa-9")])
+    with monkeypatch.context() as dying:
+        dying.setattr(Archive, "append", killed)
+        with pytest.raises(Killed):
+            await drain(config)
+    assert len(list(honest.root.rglob("*.parquet"))) == 5
+    assert await run(config, "verify", RUN) == 0
+
+
+async def test_files_that_are_merged_meanwhile_are_not_missed(honest: Archive) -> None:
+    """Between what was read of the chain and the look at its files."""
+    before, head = honest.files(), honest.head()
+    assert head is not None
+    files = list(before.values())[:2]
+    assert honest.merge(files, [honest.checked(file) for file in files], head) is not None
+    assert list(read.files(honest, before)) == []
+    (honest.root / next(reversed(before))).unlink()
+    assert [line.rpartition(" is ")[2] for line in read.files(honest, before)] == ["missing, with 2 rows"]
+
+
 async def test_a_list_of_files_that_was_changed_is_found(
     config: Config, honest: Archive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,7 +93,7 @@ def contradictions(archive: Archive, noted: Mapping[int, str], ends: Ends) -> It
     for number in sorted(missing):
         yield f"{name}: link {number} was noted, and the chain ends at {expected - 1}"
     ends.read(archive, digests)
-    yield from _files(archive, live)
+    yield from files(archive, live)
 
 
 def _listed(archive: Archive, link: Link, path: Path, live: Mapping[str, File]) -> Iterator[str]:
@@ -108,13 +108,15 @@ def _listed(archive: Archive, link: Link, path: Path, live: Mapping[str, File]) 
         yield f"{archive.root.name}: the list of files beside link {link.number} was changed"
 
 
-def _files(archive: Archive, live: Mapping[str, File]) -> Iterator[str]:
+def files(archive: Archive, live: Mapping[str, File]) -> Iterator[str]:
+    """A worker may be at it: what is missed may be in a merged file by now, and what is new of a link that is."""
     name = archive.root.name
+    missing, added = [], []
     for path, file in sorted(live.items()):
         try:
             digest = _sha256(archive, path)
         except FileNotFoundError:
-            yield f"{name}: {path} is missing, with {file.rows} rows"
+            missing.append(file)
             continue
         if digest != file.sha256:
             yield f"{name}: {path} was changed"
@@ -122,7 +124,17 @@ def _files(archive: Archive, live: Mapping[str, File]) -> Iterator[str]:
         for each in sorted(files):
             path = os.path.relpath(os.path.join(directory, each), archive.root)
             if each.endswith(".parquet") and not each.startswith(".") and path not in live:
-                yield f"{name}: {path} was added: no link of the chain names it"
+                added.append(path)
+    if not missing and not added:
+        return
+    pending = archive.pending()  # first: what a note tells of no more, the chain does
+    now = archive.files()
+    for file in missing:
+        if file.path in now:
+            yield f"{name}: {file.path} is missing, with {file.rows} rows"
+    for path in added:
+        if path not in pending and path not in now and (archive.root / path).exists():
+            yield f"{name}: {path} was added: no link of the chain names it"
 
 
 def _sha256(archive: Archive, path: str) -> str:

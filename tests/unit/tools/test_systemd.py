@@ -16,6 +16,7 @@ from adaptersync_core.config import Config, EngineSection, RedisSection, RouterS
 from adaptersync_core.errors import ConfigError
 from adaptersync_tools.cli import main
 from adaptersync_tools.systemd.install import OLDEST
+from adaptersync_tools.systemd.sandbox import ROLES
 from adaptersync_tools.systemd.units import MARK, STEPS_SINCE, UNITS, Host, check_visible, render
 from support.source import REPOSITORY
 
@@ -182,6 +183,34 @@ def test_an_engine_is_given_no_secret() -> None:
     assert not lines(replica, "LoadCredential")
     assert "-/etc/adaptersync" in lines(replica, "InaccessiblePaths")
     assert lines(replica, "User") == ["adaptersync-engine"]
+
+
+def test_each_role_is_a_user_of_its_own() -> None:
+    """A file that belongs to one, and is nobody else's to read, is kept from all that run beside it."""
+    users = {part: lines(unit(f"-{part}"), "User")[0] for part in PARTS}
+    assert {part: user for part, user in users.items() if "@" not in part or part == "agent@.service"} == {
+        f"{role}{'@' if role == 'agent' else ''}.service": f"adaptersync-{role}" for role in ROLES
+    }
+    assert len(set(users.values())) == len(ROLES) + 1
+    known = render(CONFIG, HOST)["etc/sysusers.d/adaptersync.conf"]
+    for part, user in users.items():
+        assert lines(unit(f"-{part}"), "Group") == [user]
+        assert re.search(rf"^u {user} - ", known, re.MULTILINE), user
+
+
+def test_the_store_is_its_groups_and_what_others_keep_is_theirs_alone() -> None:
+    joined = {part: lines(unit(f"-{part}"), "SupplementaryGroups") for part in PARTS}
+    assert {part for part, groups in joined.items() if "adaptersync" in groups} == {
+        "coordinator.service", "worker.service", "worker@.service",
+    }  # fmt: skip
+    assert joined["replica@.service"] == ["adaptersync-agent"]
+    places = render(CONFIG, HOST)["etc/tmpfiles.d/adaptersync.conf"]
+    for place, whose in (
+        (CONFIG.store.path, "2775 root adaptersync"),
+        (CONFIG.agent.stage_path, "0750 adaptersync-agent adaptersync-agent"),
+        (CONFIG.router.spool_path, "0700 adaptersync-router adaptersync-router"),
+    ):
+        assert f"d {place} {whose} -\n" in places
 
 
 def test_no_file_of_secrets_is_seen_by_an_engine() -> None:

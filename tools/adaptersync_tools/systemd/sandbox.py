@@ -9,17 +9,24 @@ from collections.abc import Iterator, Sequence
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-USER = "adaptersync"
-ENGINE_USER = "adaptersync-engine"
+GROUP = "adaptersync"  # of those who write to the store, trainers among them
+ROLES = ("coordinator", "router", "worker", "agent")
 
 
-def service(*, zmq: bool = False) -> Iterator[tuple[str, str]]:
+def user(role: str) -> str:
+    """Each role is a user of its own: a file of secrets that belongs to one is no other's to read."""
+    return f"adaptersync-{role}"
+
+
+ENGINE_USER = user("engine")
+
+
+def service(role: str, *, zmq: bool = False, groups: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
     """For Python that speaks to the network and writes to some directories.
 
     ZeroMQ asks for the interfaces there are, and sets its threads' scheduling to what it is; refused, it aborts.
     """
-    yield "User", USER
-    yield "Group", USER
+    yield from _as(user(role), *groups)
     yield from _shared()
     yield "PrivateDevices", "yes"
     yield "DevicePolicy", "closed"
@@ -34,15 +41,19 @@ def service(*, zmq: bool = False) -> Iterator[tuple[str, str]]:
 
 def engine() -> Iterator[tuple[str, str]]:
     """For vLLM, which compiles code as it runs, binds itself to cores and drives GPUs. It is given no secret."""
-    yield "User", ENGINE_USER
-    yield "Group", ENGINE_USER
-    yield "SupplementaryGroups", USER  # staged versions, and its agent's token
+    yield from _as(ENGINE_USER, user("agent"))  # staged versions, and its agent's token
     yield from _shared()
     yield "DevicePolicy", "closed"
     yield "DeviceAllow", "char-nvidia* rw"
     yield "RestrictAddressFamilies", "AF_UNIX AF_INET AF_INET6 AF_NETLINK"
     yield "SystemCallFilter", "@system-service"
     yield "SystemCallFilter", "~@privileged"
+
+
+def _as(name: str, *groups: str) -> Iterator[tuple[str, str]]:
+    yield "User", name
+    yield "Group", name
+    yield from (("SupplementaryGroups", group) for group in groups)
 
 
 def _shared() -> Iterator[tuple[str, str]]:

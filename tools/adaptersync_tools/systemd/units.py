@@ -2,8 +2,9 @@
 
 The coordinator is one a host, and so are the router and the worker unless more are asked for by number; agents and
 engines are one an instance number, which is that of their GPU. Settings reach services as a credential, so that their
-file may be root's alone; an engine gets what it needs of them in its unit, and no secret. `adaptersync.target` starts
-and stops all.
+file may be root's alone; an engine gets what it needs of them in its unit, and no secret. Files of secrets belong to
+the user of the role that reads them: some are read again whenever they change, which no credential is.
+`adaptersync.target` starts and stops all.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from adaptersync_core.errors import ConfigError
 from adaptersync_core.queue import EXPORT_TIMEOUT_S, JOB_TIMEOUT_S
 from adaptersync_tools.systemd import sandbox
 from adaptersync_tools.systemd.form import Lines, mebibytes, path, seconds, unit, word
-from adaptersync_tools.systemd.sandbox import ENGINE_USER, USER
+from adaptersync_tools.systemd.sandbox import ENGINE_USER, GROUP, ROLES, user
 
 MARK = "# Written by adaptersync install --systemd; a change belongs in a drop-in: systemctl edit"
 UNITS, USERS, FILES = "etc/systemd/system", "etc/sysusers.d", "etc/tmpfiles.d"
@@ -32,6 +33,7 @@ DRAIN_S = 75.0  # what a router takes at most to let requests end and write its 
 ENGINE_GRACE_S = 20.0  # beyond engine.drain_s
 ENGINE_START_S = 120.0
 NEVER_MENDED = "64 65 77 78"  # usage, data, fenced and settings: another start says the same
+WRITERS = ("coordinator", "worker")  # to the store
 HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # noqa: S108 - what units do not see
 REDIS = "redis-server.service redis.service valkey-server.service valkey.service"
 GIB = 1 << 30
@@ -54,6 +56,26 @@ def render(config: Config, host: Host) -> dict[str, str]:
     made = _Units(config, host)
     files = {f"{UNITS}/{name}": text for name, text in made.units()}
     return files | {f"{USERS}/adaptersync.conf": made.users(), f"{FILES}/adaptersync.conf": made.directories()}
+
+
+def worker_stop_s(config: Config) -> float:
+    """The job in hand is finished first."""
+    jobs, gate = config.jobs, config.coordinator
+    longest_s = max(
+        JOB_TIMEOUT_S,
+        EXPORT_TIMEOUT_S if jobs.export_path or jobs.hub_namespace else 0.0,
+        gate.gate_timeout_s if gate.gate_function else 0.0,
+    )
+    return longest_s + STOP_S
+
+
+def engine_stop_s(config: Config) -> float:
+    return config.engine.drain_s + ENGINE_GRACE_S
+
+
+def longest_stop_s(config: Config) -> float:
+    """What stopping one instance may take: an agent stops before its engine does."""
+    return max(DRAIN_S, worker_stop_s(config), STOP_S + engine_stop_s(config))
 
 
 def check_visible(config: Config, host: Host) -> None:
@@ -95,22 +117,26 @@ class _Units:
             yield "adaptersync-replica@.service", self._replica()
 
     def users(self) -> str:
+        """The services of a role are a user, who can read no other's files of secrets."""
         lines = (
-            f'u {USER} - "adaptersync services" /var/lib/adaptersync',
-            f'u {ENGINE_USER} - "adaptersync engines" /var/cache/adaptersync',
-            f"m {ENGINE_USER} {USER}",
+            f"g {GROUP} -",
+            *(f'u {user(role)} - "adaptersync {role}" /var/lib/adaptersync' for role in ROLES),
+            f'u {ENGINE_USER} - "adaptersync engine" /var/cache/adaptersync',
+            *(f"m {user(role)} {GROUP}" for role in WRITERS),
+            f"m {ENGINE_USER} {user('agent')}",
         )
         return "\n".join((MARK, *lines)) + "\n"
 
     def directories(self) -> str:
-        """The store takes files of trainers, who are in the group; staged files are read by engines, who are, too."""
+        """The store takes files of trainers, who are in its group; engines, who read staged files, are in agents'."""
+        agent, router = user("agent"), user("router")
         places = {
-            "/var/lib/adaptersync": "0755",
-            self._store: "2775",
-            self._stage: "0750",
-            self._spool: "0700",
+            "/var/lib/adaptersync": "0755 root root",
+            self._store: f"2775 root {GROUP}",
+            self._stage: f"0750 {agent} {agent}",
+            self._spool: f"0700 {router} {router}",
         }
-        return "\n".join((MARK, *(f"d {place} {mode} {USER} {USER} -" for place, mode in places.items()))) + "\n"
+        return "\n".join((MARK, *(f"d {place} {whose} -" for place, whose in places.items()))) + "\n"
 
     def _target(self) -> str:
         about = (("Description", "adaptersync: all services of this host"),)
@@ -119,9 +145,9 @@ class _Units:
     def _coordinator(self) -> str:
         named = self._config.coordinator.name != CoordinatorSection().name
         figures, page = self._config.telemetry.metrics_host, self._config.page
-        command = "coordinator" if named else "coordinator --name coordinator-%l"
+        more = "" if named else " --name coordinator-%l"
         service = [
-            *self._run_as(command, watchdog_s=60.0 + 2 * self._config.coordinator.lease_s, stop_s=STOP_S),
+            *self._run_as("coordinator", more, watchdog_s=60.0 + 2 * self._config.coordinator.lease_s, stop_s=STOP_S),
             *self._of_redis((figures, self._config.coordinator.metrics_port), (page.host, page.port)),
             ("ReadWritePaths", self._store),
             ("UMask", "0027"),
@@ -132,10 +158,10 @@ class _Units:
     def _router(self, more: str = "", of: str = "") -> str:
         settings = self._config.router
         named = settings.name != RouterSection().name
-        command = "router" if named else "router --name router-%l"
+        name = "" if named else " --name router-%l"
         memory = settings.workers * (settings.inflight_bytes + settings.arriving_bytes + GIB)
         service = [
-            *self._run_as(command + more, watchdog_s=30.0, stop_s=DRAIN_S),
+            *self._run_as("router", name + more, watchdog_s=30.0, stop_s=DRAIN_S),
             ("ReadWritePaths", self._spool),
             ("InaccessiblePaths", f"-{self._store}"),
             ("UMask", "0077"),
@@ -145,16 +171,10 @@ class _Units:
         return self._service("router", service, needs=(self._spool,), after=after, of=of)
 
     def _worker(self, more: str = "", of: str = "") -> str:
-        # the job in hand is finished first
-        jobs, gate = self._config.jobs, self._config.coordinator
-        longest_s = max(
-            JOB_TIMEOUT_S,
-            EXPORT_TIMEOUT_S if jobs.export_path or jobs.hub_namespace else 0.0,
-            gate.gate_timeout_s if gate.gate_function else 0.0,
-        )
+        jobs = self._config.jobs
         exports = (path(jobs.export_path, "jobs.export_path"),) if jobs.export_path else ()
         service = [
-            *self._run_as("worker" + more, watchdog_s=180.0, stop_s=longest_s + STOP_S),
+            *self._run_as("worker", more, watchdog_s=180.0, stop_s=worker_stop_s(self._config)),
             *(("ReadWritePaths", place) for place in (self._store, *exports)),
             ("UMask", "0027"),
             *_bounds(4 * GIB, files=4096, tasks=64),
@@ -170,7 +190,8 @@ class _Units:
             raise ConfigError("setting must be a directory below /run", key="engine.run_path", value=self._run)
         service = [
             *self._run_as(
-                "agent --number %i",
+                "agent",
+                " --number %i",
                 watchdog_s=120.0 + 2 * settings.heartbeat_s + settings.probe_timeout_s,
                 stop_s=STOP_S,
                 zmq=True,
@@ -195,7 +216,7 @@ class _Units:
     def _replica(self) -> str:
         engine = self._config.engine
         service = [
-            *_lasting(ENGINE_START_S, engine.drain_s + ENGINE_GRACE_S, watchdog_s=120.0),
+            *_lasting(ENGINE_START_S, engine_stop_s(self._config), watchdog_s=120.0),
             ("ExecStart", f"{self._python} -I -m adaptersync_tools.cli replica %i"),
             ("KillMode", "mixed"),  # the keeper lets requests end; whatever the engine started is ended after it
             *self._restart(first_s=5, most_s=120),
@@ -245,12 +266,12 @@ class _Units:
         yield "ExecStart", f"{self._python} -I -m adaptersync_tools.cli {command} {settings}"
 
     def _run_as(
-        self, command: str, *, watchdog_s: float, stop_s: float, zmq: bool = False
+        self, role: str, more: str, *, watchdog_s: float, stop_s: float, zmq: bool = False
     ) -> Iterator[tuple[str, str]]:
         yield from _lasting(START_S, stop_s, watchdog_s=watchdog_s)
-        yield from self._command(command)
+        yield from self._command(role + more)
         yield from self._restart(first_s=1, most_s=30)
-        yield from sandbox.service(zmq=zmq)
+        yield from sandbox.service(role, zmq=zmq, groups=(GROUP,) if role in WRITERS else ())
 
     def _restart(self, *, first_s: int, most_s: int) -> Iterator[tuple[str, str]]:
         """Again and again, slower and slower, but for what no start mends: Redis may be away for a night."""

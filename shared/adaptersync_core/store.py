@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -26,6 +27,7 @@ from adaptersync_core.manifest import CHUNK, MANIFEST_FILE, MANIFEST_LIMIT, File
 
 FILE_MODE = 0o644  # readable by the serving side whatever user it runs as; safetensors writes 0600
 DIRECTORY_MODE = 0o755
+SHARED_MODE = 0o2775  # of runs and versions, where the store is a group's: whoever of it removes one must be let in
 STAGING_S = 86400.0  # a publication that began so long ago is not on its way any more
 _STAGING, _REMOVED = ".staging-", ".removed-"  # hidden beside the versions
 _NUMBERS = ".numbers"  # of a run whose newest version was removed
@@ -66,8 +68,9 @@ class ArtifactStore:
             return self._same(manifest, place)
         staging = place.parent / f"{_STAGING}{manifest.adapter_id}-{secrets.token_hex(4)}"
         try:
-            for directory in (self.root, place.parent, staging):
-                make_directory(directory)
+            make_directory(self.root)
+            for directory in (place.parent, staging):
+                make_directory(directory, shared=self._shared())
             for file in manifest.files:
                 copy_verified(self._reader, source / file.name, staging / file.name, file, manifest.adapter_id)
             text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
@@ -114,7 +117,7 @@ class ArtifactStore:
                         if now - entry.stat().st_mtime <= STAGING_S:
                             continue
                         if entry.is_dir(follow_symlinks=False):
-                            shutil.rmtree(entry.path, ignore_errors=True)
+                            _remove_tree(Path(entry.path))
                         else:
                             Path(entry.path).unlink(missing_ok=True)
 
@@ -151,6 +154,10 @@ class ArtifactStore:
         with contextlib.suppress(FileNotFoundError):
             place.rename(removed)
             shutil.rmtree(removed)
+
+    def _shared(self) -> bool:
+        """Whether its root gives what is made in it to the root's group."""
+        return bool(self.root.stat().st_mode & stat.S_ISGID)
 
     def _same(self, manifest: Manifest, place: Path) -> Path:
         if self.read_manifest(manifest.adapter_id).files != manifest.files:
@@ -217,6 +224,13 @@ def _changed(manifest: Manifest, source: Path, what: str, file: str | float | No
         source=str(source),
         file=file,
     )
+
+
+def _remove_tree(path: Path) -> None:
+    """As far as it goes; what another user keeps from us is said."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        log.warning("what was left in the store cannot be removed; whose is it? %s", path)
 
 
 def _versions_in(run: Path) -> list[str]:
@@ -310,13 +324,19 @@ def _finish(file: BinaryIO, *, durably: bool) -> None:
         os.fsync(file.fileno())
 
 
-def make_directory(path: Path) -> None:
-    """Make a directory that may be there already; one that is new can be entered whatever the umask says."""
+def make_directory(path: Path, *, shared: bool = False) -> None:
+    """Make a directory that may be there already; one that is new can be entered whatever the umask says.
+
+    `shared`: its group may write to it, as to what is made in it.
+    """
     if not path.parent.is_dir():
-        make_directory(path.parent)
+        make_directory(path.parent, shared=shared)
     with contextlib.suppress(FileExistsError):
         path.mkdir()
-        path.chmod(DIRECTORY_MODE)
+        try:
+            path.chmod(SHARED_MODE if shared else DIRECTORY_MODE)
+        except PermissionError:  # a sandbox may forbid such modes (RestrictSUIDSGID): then its group only reads it
+            path.chmod(DIRECTORY_MODE)
         sync_directory(path.parent)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import orjson
 import pytest
 
+from adaptersync_tools.systemd.sandbox import ROLES
 from support.booted import CLI, Host, booted, objection
 from support.wait import wait_until_sync
 
@@ -110,22 +111,57 @@ def test_the_ledger_is_archived_and_figures_are_served_in_the_sandbox(host: Host
     assert "<html" in host.run("curl", "-sf", "http://127.0.0.1:8090/").stdout
 
 
-def test_each_runs_as_it_should_and_sees_what_it_may(host: Host) -> None:
-    def inside(unit: str, script: str) -> str:
-        process = host.shown(unit, "MainPID")
-        owner = host.run("stat", "-c", "%U", f"/proc/{process}").stdout.strip()
-        enter = ("nsenter", "--target", process, "--mount", "setpriv", f"--reuid={owner}", f"--regid={owner}")
-        return owner + host.run(*enter, "--init-groups", "sh", "-c", script, check=False).stdout.strip()
+def inside(host: Host, unit: str, script: str) -> list[str]:
+    """What a service can do, by words that a script says as it; the first is its user."""
+    process = host.shown(unit, "MainPID")
+    owner = host.run("stat", "-c", "%U", f"/proc/{process}").stdout.strip()
+    enter = ("nsenter", "--target", process, "--mount", "setpriv", f"--reuid={owner}", f"--regid={owner}")
+    return [owner, *host.run(*enter, "--init-groups", "sh", "-c", script, check=False).stdout.split()]
 
+
+def test_each_runs_as_it_should_and_sees_what_it_may(host: Host) -> None:
     store, token = "/var/lib/adaptersync/store", "/run/adaptersync/0/token"
-    reads = f"test -r {store}/run && echo -reads; touch {store}/x 2>/dev/null && echo -writes"
-    token_too = f"{reads}; test -r {token} && echo -token; test -r /etc/adaptersync/adaptersync.toml && echo -settings"
-    assert inside("adaptersync-agent@0", token_too).split() == ["adaptersync-reads", "-token"]
-    assert inside("adaptersync-coordinator", reads).split() == ["adaptersync-reads", "-writes"]
-    assert inside("adaptersync-replica@0", token_too).split() == ["adaptersync-engine-token"]
-    assert inside("adaptersync-router", reads).split() == ["adaptersync"]
+    reads = f"test -r {store}/run && echo reads; f={store}/.x-$$; touch $f 2>/dev/null && rm $f && echo writes"
+    token_too = f"{reads}; test -r {token} && echo token; test -r /etc/adaptersync/adaptersync.toml && echo settings"
+    assert inside(host, "adaptersync-agent@0", token_too) == ["adaptersync-agent", "reads", "token"]
+    assert inside(host, "adaptersync-coordinator", reads) == ["adaptersync-coordinator", "reads", "writes"]
+    assert inside(host, "adaptersync-worker", reads) == ["adaptersync-worker", "reads", "writes"]
+    assert inside(host, "adaptersync-replica@0", token_too) == ["adaptersync-engine", "token"]
+    assert inside(host, "adaptersync-router", reads) == ["adaptersync-router"]
     environment = host.run("cat", f"/proc/{host.shown('adaptersync-replica@1', 'MainPID')}/environ").stdout.split("\0")
     assert "CUDA_VISIBLE_DEVICES=1" in environment
+
+
+def test_a_secret_of_one_service_is_read_by_no_other(host: Host) -> None:
+    place = "/etc/adaptersync"
+    for role in ROLES:
+        host.run("install", "-m", "600", "-o", f"adaptersync-{role}", "/dev/null", f"{place}/{role}.password")
+    tried = f"for role in {' '.join(ROLES)}; do test -r {place}/$role.password && echo $role; done"
+    for unit in (*SERVICES, AGENTS[0]):
+        role = unit.removeprefix("adaptersync-").partition("@")[0]
+        assert inside(host, unit, tried) == [f"adaptersync-{role}", role]
+    assert inside(host, REPLICAS[0], tried) == ["adaptersync-engine"]
+
+
+def test_what_a_trainer_published_as_a_user_of_its_own_is_removed_by_a_worker(host: Host) -> None:
+    host.run("chmod", "-R", "a+rX", "/srv")
+    store_group = host.run("getent", "group", "adaptersync").stdout.split(":")[2]
+    trainer = ("setpriv", "--reuid=4242", "--regid=4242", f"--groups={store_group}", *CLI)
+    for adapter in ("/srv/adapter-1", "/srv/adapter-2"):
+        host.run(*trainer, "publish", adapter, "--run", "trained")
+    host.adaptersync("retire", "trained", "--reason", "it was a rehearsal")
+    find = ("find", "/var/lib/adaptersync/store/trained", "-maxdepth", "1", "-name", "trained-*", "-printf", "%u %f\\n")
+    found = [line.split() for line in host.run(*find).stdout.splitlines()]
+    assert [owner for owner, _ in found] == ["4242", "4242"]
+    for _, version in found:
+        wait_until_sync(
+            lambda version=version: host.adaptersync("remove", version, check=False).returncode == 0,  # type: ignore[misc]
+            timeout_s=60.0,
+            what=f"a worker has removed {version}",
+        )
+    assert host.run("find", "/var/lib/adaptersync/store/trained", "-mindepth", "1").stdout.split() == [
+        "/var/lib/adaptersync/store/trained/.numbers"
+    ]
 
 
 def test_an_engine_hears_its_peers_and_the_loopback_alone(host: Host) -> None:
@@ -184,5 +220,6 @@ def test_the_target_stops_all(host: Host) -> None:
     for unit in (*SERVICES, *REPLICAS, *AGENTS):
         host.wait(unit, "ActiveState", "inactive")
         assert host.shown(unit, "Result") in ("success", "start-limit-hit"), unit
-    left = host.run("pgrep", "-u", "adaptersync,adaptersync-engine", check=False).stdout
+    users = ",".join(f"adaptersync-{role}" for role in (*ROLES, "engine"))
+    left = host.run("pgrep", "-u", users, check=False).stdout
     assert left == ""

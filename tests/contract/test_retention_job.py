@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from adaptersync.jobs.retention import REMOVED, clear, remove
 from adaptersync.trainer.publisher import AdapterPublisher
 from adaptersync_core.config import Config
-from adaptersync_core.errors import StoreGone
+from adaptersync_core.errors import StoreError, StoreGone
 from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.records import Request
 from adaptersync_core.store import ArtifactStore
@@ -44,7 +44,8 @@ async def promote(group: Group, publisher: AdapterPublisher, count: int) -> list
         names.append(publication.adapter_id)
 
     async def settled() -> bool:
-        return len((await group.registry.table()).versions) <= 2
+        table = await group.registry.table()
+        return sum(parse_adapter_id(name).run == publisher.run for name in table.versions) <= 2
 
     await wait_until(settled)
     return names
@@ -61,6 +62,26 @@ async def test_what_the_rules_let_go_goes_of_runs_that_ended_too(group: Group) -
     assert await clear(keeping(group, keep_last=1)) == "removed 2 versions"
     assert stored(group) == [5, 6]  # served
     assert await clear(keeping(group, keep_last=1)) == "removed 0 versions"
+
+
+async def test_a_run_that_cannot_be_cleared_keeps_no_other_from_it(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run in ("first", "run"):
+        async with publishing(group.config, run) as publisher:
+            await promote(group, publisher, 4)
+    remove_it = ArtifactStore.remove
+
+    def refused(self: ArtifactStore, adapter_id: str) -> None:
+        if adapter_id.startswith("first-"):
+            raise PermissionError(13, "Permission denied")
+        remove_it(self, adapter_id)
+
+    monkeypatch.setattr(ArtifactStore, "remove", refused)
+    with pytest.raises(StoreError, match=r"1 of 2 runs were not cleared: .*Permission denied.*removed=2 version=first-v1-"):
+        await clear(keeping(group, keep_last=1))
+    assert len(group.store.versions_of("first")) == 4
+    assert len(group.store.versions_of("run")) == 2
 
 
 async def test_the_last_version_of_a_run_that_ended_is_taken_out_by_hand(group: Group) -> None:

@@ -69,18 +69,33 @@ async def _store_and_table(config: Config) -> tuple[ArtifactStore, Table]:
 
 
 def _clear(config: Config, store: ArtifactStore, table: Table) -> int:
-    removed = 0
+    """How many were removed. StoreError of the first run that was not cleared, once the others were."""
+    removed, failed = 0, []
     for run in table.runs:
         try:
-            names = due(store, table, run, config.store)
-        except OSError as error:
-            raise StoreError(
-                f"store cannot be read: {error.strerror or error}", next_step="check its mount", run=run
-            ) from error
-        for name in names:
-            _remove(store, name)
-        removed += len(names)
+            for name in _due(store, table, run, config):
+                _remove(store, name)
+                removed += 1
+        except StoreError as error:
+            log.warning("run %s was not cleared: %s", run, error)
+            failed.append(error)
+    if failed:
+        raise StoreError(
+            f"{len(failed)} of {len(table.runs)} runs were not cleared: {failed[0].reason}",
+            next_step=failed[0].next_step,
+            removed=removed,
+            **failed[0].ids,
+        )
     return removed
+
+
+def _due(store: ArtifactStore, table: Table, run: str, config: Config) -> list[str]:
+    try:
+        return due(store, table, run, config.store)
+    except OSError as error:
+        raise StoreError(
+            f"store cannot be read: {error.strerror or error}", next_step="check its mount", run=run
+        ) from error
 
 
 def _remove(store: ArtifactStore, adapter_id: str) -> None:

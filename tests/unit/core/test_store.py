@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import resource
+import shutil
 import stat
 import subprocess
 import sys
@@ -294,6 +295,52 @@ def test_a_directory_that_is_there_keeps_its_mode(store: ArtifactStore, source: 
     store.root.chmod(0o2775)
     store.publish(manifest_of(source), source)
     assert stat.S_IMODE(store.root.stat().st_mode) == 0o2775
+
+
+def test_in_a_groups_store_whoever_is_of_it_may_remove_what_others_published(
+    store: ArtifactStore, source: Path
+) -> None:
+    store.root.mkdir()
+    store.root.chmod(0o2775)
+    before = os.umask(0o077)
+    try:
+        place = store.publish(manifest_of(source), source)
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(directory.stat().st_mode) for directory in (place, place.parent)] == [0o2775] * 2
+    assert {stat.S_IMODE(path.stat().st_mode) for path in place.iterdir()} == {0o644}
+
+
+def test_where_such_modes_are_forbidden_it_is_published_all_the_same(
+    store: ArtifactStore, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.root.mkdir()
+    store.root.chmod(0o2775)
+    chmod = Path.chmod
+
+    def restricted(self: Path, mode: int) -> None:
+        if mode & stat.S_ISGID:
+            raise PermissionError("Operation not permitted")
+        chmod(self, mode)
+
+    monkeypatch.setattr(Path, "chmod", restricted)
+    place = store.publish(manifest_of(source), source)
+    assert [stat.S_IMODE(directory.stat().st_mode) for directory in (place, place.parent)] == [0o755] * 2
+
+
+def test_what_is_left_and_cannot_be_removed_is_said(
+    store: ArtifactStore, source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = store.publish(manifest_of(source), source)
+    left = place.parent / ".staging-old"
+    left.mkdir()
+    os.utime(left, (1.0, 1.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as of another user's, who lets nobody in
+        store.tidy(place.parent.name)
+    assert f"cannot be removed; whose is it? {left}" in caplog.text
+    store.tidy(place.parent.name)
+    assert not left.exists()
 
 
 def truncate(path: Path) -> None:

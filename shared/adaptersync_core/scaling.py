@@ -25,11 +25,14 @@ _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
 
 class Scale(Struct, frozen=True, kw_only=True):
-    """What one host is to run. `keeper` follows it, and could run `most` replicas; 0: it does not say."""
+    """What one host is to run; of what is None nobody has said how many, and nothing is touched.
 
-    replicas: int
-    routers: int = 1
-    workers: int = 1
+    `keeper` follows it, and could run `most` replicas; 0: it does not say.
+    """
+
+    replicas: int | None = None
+    routers: int | None = None
+    workers: int | None = None
     keeper: str = SYSTEMD
     most: int = 0
 
@@ -40,11 +43,11 @@ def check(host: str, scale: Scale) -> None:
         raise NameInvalid("not the name of a host", next_step="as `hostname` prints it there", host=host[:96])
     for what, most in MOST.items():
         count = getattr(scale, what)
-        if not 0 <= count <= most:
+        if count is not None and not 0 <= count <= most:
             raise ControlError(f"a host runs 0 to {most} {what}", host=host, asked=count)
-    if scale.keeper == UP and not scale.routers:
+    if scale.keeper == UP and scale.routers == 0:
         raise ControlError("the first router of this host goes with the fleet itself", host=host)
-    if scale.most and scale.replicas > scale.most:
+    if scale.most and (scale.replicas or 0) > scale.most:
         raise ControlError(
             f"this host can run {scale.most} replicas",
             next_step="start it again with more, or ask another host",

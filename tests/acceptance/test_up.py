@@ -87,6 +87,8 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 def test_a_fleet_from_start_to_stop(fleet: Fleet, tmp_path: Path) -> None:
     fleet.wait()
+    # its worker may yet be on its way
+    wait_until_sync(lambda: fleet.adaptersync("status").returncode == 0, timeout_s=READY_S, what="healthy")
     status = fleet.json("status")
     assert status["healthy"], status["problems"]
     assert [replica["state"] for replica in status["replicas"]] == ["ready", "ready"]

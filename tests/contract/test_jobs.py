@@ -27,7 +27,7 @@ from adaptersync_core.errors import ControlError
 from adaptersync_core.events import VersionVerified, from_fields
 from adaptersync_core.keys import Keys
 from adaptersync_core.manifest import Manifest
-from adaptersync_core.queue import VERIFY, Jobs, queue_name, verification_id
+from adaptersync_core.queue import VERIFY, Jobs, queue_name, verification_id, workers_key
 from adaptersync_core.redis import RedisClient, rq_connection
 from adaptersync_core.registry import Registry
 from adaptersync_core.store import ArtifactStore, verify_files
@@ -219,6 +219,23 @@ def test_a_worker_does_the_job_and_can_be_asked_again(config: Config, version: s
                 lambda: (again := fetch(connection, job_id)) and "wrong bytes" in str(again.return_value()),
                 timeout_s=30,
             )
+        finally:
+            worker.send_signal(signal.SIGTERM)
+            assert worker.wait(20) == 0, (tmp_path / "worker.log").read_text()
+
+
+@pytest.mark.foreign_keys("rq keeps its own")
+def test_a_worker_is_known_again_to_a_redis_that_was_emptied(config: Config, tmp_path: Path) -> None:
+    with rq_connection(config.redis.control_url) as connection:
+        worker = run_worker(config, log=tmp_path / "worker.log")
+        try:
+            known = workers_key(config.group.name)
+            wait_until_sync(lambda: connection.scard(known) == 1, timeout_s=30)
+            (name,) = connection.smembers(known)
+            assert 60 < connection.ttl(name) <= 90  # for so long it counts as one after it has died
+            connection.delete(known, name)
+            wait_until_sync(lambda: connection.smembers(known) == {name}, timeout_s=30)
+            assert connection.hget(name, "queues") == queue_name(config.group.name).encode()
         finally:
             worker.send_signal(signal.SIGTERM)
             assert worker.wait(20) == 0, (tmp_path / "worker.log").read_text()

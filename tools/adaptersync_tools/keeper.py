@@ -46,8 +46,9 @@ class Step(Struct, frozen=True):
 
 
 def next_step(asked: Scale, running: Scale) -> Step | None:
-    """What to do first about the difference: what is wanted comes before what is not."""
+    """What to do first about the difference: what is wanted comes before what is not. What nobody asked for stays."""
     kinds: tuple[Kind, ...] = ("replicas", "routers", "workers")
+    kinds = tuple(kind for kind in kinds if getattr(asked, kind) is not None)
     for kind in kinds:
         if getattr(asked, kind) > getattr(running, kind):
             return Step(kind, True)
@@ -55,6 +56,13 @@ def next_step(asked: Scale, running: Scale) -> Step | None:
         if getattr(asked, kind) < getattr(running, kind):
             return Step(kind, False)
     return None
+
+
+def possible(asked: Scale, most: int) -> Scale:
+    """What a stack can do of it: so many replicas, and its first router goes with itself."""
+    replicas = None if asked.replicas is None else min(asked.replicas, most)
+    routers = None if asked.routers is None else max(1, asked.routers)
+    return replace(asked, replicas=replicas, routers=routers)
 
 
 def let_go(fleet: Fleet, replica: str, since: int) -> bool:
@@ -72,11 +80,14 @@ class Keeper:
     def __init__(self, stack: Stack, host: str) -> None:
         self._stack = stack
         self._host = host
+        self._announced = False
+        self._leaving: dict[str, str] = {}  # addresses of engines whose agents were ended
 
-    def announce(self) -> None:
+    def _announce(self) -> None:
         """What was started is what is asked for, until somebody asks for something else."""
         running = self.running()
         self._visit(lambda registry: scaling.ask(registry.client, registry.keys, self._host, running))
+        self._announced = True
 
     def leave(self) -> None:
         try:
@@ -95,22 +106,23 @@ class Keeper:
         )
 
     def follow(self) -> Step | None:
-        """One look, and at most one step, which is returned."""
+        """One look, and at most one step, which is returned. What could not be done is tried again by the next."""
         try:
+            self._finish()
+            if not self._announced:
+                self._announce()
             scales = self._visit(lambda registry: scaling.asked(registry.client, registry.keys))
             if self._host not in scales:  # Redis has lost it
-                self.announce()
+                self._announce()
                 return None
+            running = self.running()
+            step = next_step(possible(scales[self._host], running.most), running)
+            if step is not None:
+                self._take(step)
+            return step
         except ControlError as error:
             log.warning("not scaled: %s", error)
             return None
-        running = self.running()
-        asked = scales[self._host]
-        bounded = replace(asked, replicas=min(asked.replicas, running.most), routers=max(1, asked.routers))
-        step = next_step(bounded, running)
-        if step is not None:
-            self._take(step)
-        return step
 
     def _take(self, step: Step) -> None:
         stack = self._stack
@@ -122,7 +134,9 @@ class Keeper:
             case Step("workers", True):
                 log.warning("started %s", stack.add_worker())
             case Step("replicas", False):
-                self._retire(list(stack.engine_urls)[-1])
+                replica, url = stack.engine_urls.popitem()
+                self._leaving[replica] = url
+                self._finish()
             case Step("routers", False):
                 stack.drop_router(patience_s=ROUTER_S)
                 log.warning("ended a router")
@@ -130,18 +144,21 @@ class Keeper:
                 stack.drop_worker(patience_s=WORKER_S)
                 log.warning("ended a worker")
 
-    def _retire(self, replica: str) -> None:
-        stack = self._stack
-        url = stack.engine_urls.pop(replica)
-        stack.supervisor.retire(agent_of(replica), patience_s=LEAVE_S)
-        began = time.monotonic()
-        idle = self._visit(
-            lambda registry: _idle(registry, replica, url, limit_s=stack.config.engine.drain_s),
-            limit_s=stack.config.engine.drain_s + READ_S,
-        )
-        stack.supervisor.retire(engine_of(replica), patience_s=ENGINE_S)
-        how = "idle" if idle else "not idle"
-        log.warning("ended %s, %s after %.1f s", replica, how, time.monotonic() - began)
+    def _finish(self) -> None:
+        """End the replicas that are on their way out, agents first. ControlError, and they stay on their way."""
+        supervisor, drain_s = self._stack.supervisor, self._stack.config.engine.drain_s
+        for replica, url in list(self._leaving.items()):
+            if agent_of(replica) in supervisor.services:
+                supervisor.retire(agent_of(replica), patience_s=LEAVE_S)
+            began = time.monotonic()
+            idle = self._visit(
+                lambda registry, replica=replica, url=url: _idle(registry, replica, url, limit_s=drain_s),  # type: ignore[misc]
+                limit_s=drain_s + READ_S,
+            )
+            supervisor.retire(engine_of(replica), patience_s=ENGINE_S)
+            del self._leaving[replica]
+            how = "idle" if idle else "not idle"
+            log.warning("ended %s, %s after %.1f s", replica, how, time.monotonic() - began)
 
     def _visit(self, call: Callable[[Registry], Awaitable[T]], *, limit_s: float = READ_S) -> T:
         config = self._stack.config

@@ -110,7 +110,7 @@ def routers(view: views.StatusView, *, dense: bool = False) -> RenderableType:
 
 def hosts(view: views.StatusView) -> RenderableType | None:
     """What hosts were asked to run beside what they run; None when nobody was asked anything."""
-    if all(each.desired is None for each in view.hosts):
+    if not any(each.keeper for each in view.hosts):
         return None
     rows = [
         (

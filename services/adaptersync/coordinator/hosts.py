@@ -38,10 +38,9 @@ class HostView(Struct, frozen=True, kw_only=True):
     @property
     def settled(self) -> bool:
         """Whether it runs what it was asked to, and nothing is on its way in or out."""
-        asked = (self.desired, self.routers_desired, self.workers_desired)
         there = (self.ready, self.routers, self.workers)
-        pairs = zip(asked, there, strict=True)
-        as_asked = all(wanted is None or count is None or wanted == count for wanted, count in pairs)
+        asked = (self.desired, self.routers_desired, self.workers_desired)
+        as_asked = not any(differ(*pair) for pair in zip(asked, there, strict=True))
         return as_asked and not (self.joining or self.draining or self.other)
 
 
@@ -53,7 +52,9 @@ def hosts(
     states: dict[str, Counter[str]] = {}
     for each in replicas:
         states.setdefault(at.get(each.replica, ""), Counter())[each.state] += 1
-    routers = Counter(seen.report.host for seen in fleet.routers.values() if seen.may_serve)
+    # each process of a router reports, and so does a new one beside what was killed: they are one by their address
+    listening = {(seen.report.host, seen.report.url) for seen in fleet.routers.values() if seen.may_serve}
+    routers = Counter(host for host, _ in listening)
     for host in sorted({*scales, *states, *routers, *(workers or {})} - {""}):
         scale, mine = scales.get(host), states.get(host, Counter())
         yield HostView(
@@ -72,8 +73,18 @@ def hosts(
 
 
 def host_problems(hosts: Sequence[HostView]) -> Iterator[str]:
-    """Hosts that run too few, or too many; what drains is on its way."""
+    """Hosts that run too few, or too many. What drains is on its way; a worker that was killed counts for a while."""
     for each in hosts:
-        there = each.joining + each.ready + each.other
-        if each.desired is not None and each.desired != there:
-            yield f"{each.host} is to run {each.desired} replicas, and runs {there} (adaptersync scale)"
+        workers = each.workers if each.workers is None else min(each.workers, each.workers_desired or 0)
+        for what, desired, there in (
+            ("replicas", each.desired, each.joining + each.ready + each.other),
+            ("routers", each.routers_desired, each.routers),
+            ("workers", each.workers_desired, workers),
+        ):
+            if differ(desired, there):
+                yield f"{each.host} is to run {desired} {what}, and runs {there} (adaptersync scale)"
+
+
+def differ(desired: int | None, there: int | None) -> bool:
+    """Nothing differs from what was never asked for, nor does what may not be known."""
+    return desired is not None and there is not None and desired != there

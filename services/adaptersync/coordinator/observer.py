@@ -61,9 +61,10 @@ async def look(
 
 
 async def workers(registry: Registry) -> dict[str, int] | None:
-    """How many take jobs, by host; None for who may not read the queue."""
+    """How many take jobs, by host; None for who may not read the queue. Of those that died rq keeps the names."""
     try:
         names = await registry.client.command("SMEMBERS", workers_key(registry.keys.group))
+        names = [name for name in names if await registry.client.command("HGET", name, "last_heartbeat")]
     except ControlUnavailable:
         raise
     except ControlError:

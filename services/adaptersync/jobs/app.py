@@ -22,6 +22,7 @@ from rq import Queue, Worker
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.utils import now
+from rq.worker_registration import register
 
 from adaptersync.jobs.figures import JobFigures
 from adaptersync.jobs.schedule import Schedule
@@ -34,6 +35,7 @@ from adaptersync_core.redis import rq_connection, translated
 from adaptersync_core.telemetry import configure_logging
 
 MAINTENANCE_S = 60
+KNOWN_S = 30  # and a minute, which rq adds: how long a worker that died counts as one
 LOOK_S = 1  # how soon a worker without a job learns that it is to stop
 
 log = logging.getLogger(__name__)
@@ -117,6 +119,10 @@ class PatientWorker(Worker):
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
         self.notifier.alive()  # also while Redis is away, which rq waits for
+        if pipeline is None and not self.connection.hexists(self.key, "birth"):
+            # Redis was emptied, or away for longer than it remembers
+            self.connection.hset(self.key, mapping=self.serialize())
+            register(self)
         super().heartbeat(timeout, pipeline)
         if pipeline is None:  # else nothing was written yet
             self.notifier.ready()
@@ -141,6 +147,7 @@ def run_worker(config: Config, file: Path | None = None) -> None:
             serializer=JSONSerializer,
             job_class=ListedJob,
             maintenance_interval=MAINTENANCE_S,
+            worker_ttl=KNOWN_S,
         )
         schedule.begin()
         worker.due = schedule.look

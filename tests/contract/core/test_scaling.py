@@ -38,7 +38,10 @@ async def test_hosts_are_bounded_and_those_that_are_there_can_still_be_asked(reg
 
 @pytest.mark.foreign_keys("rq's own")
 async def test_workers_are_counted_by_host(registry: Registry) -> None:
-    names = [f"rq:worker:{worker_name(host, pid)}" for host, pid in (("gpu-1", 7), ("gpu-1", 8), ("b.example.org", 7))]
+    hosts = (("gpu-1", 7), ("gpu-1", 8), ("b.example.org", 7), ("b.example.org", 9))
+    names = [f"rq:worker:{worker_name(host, pid)}" for host, pid in hosts]
     await registry.client.command("SADD", workers_key(registry.keys.group), *names)
+    for name in names[:-1]:  # the last one died, and rq has yet to notice
+        await registry.client.command("HSET", name, "last_heartbeat", "2026-11-30T12:00:00.000000Z")
     assert await workers(registry) == {"gpu-1": 2, "b.example.org": 1}
-    await registry.client.command("DEL", workers_key(registry.keys.group))
+    await registry.client.command("DEL", workers_key(registry.keys.group), *names)

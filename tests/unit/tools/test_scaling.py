@@ -5,21 +5,32 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
 from adaptersync.coordinator import views
 from adaptersync.coordinator.hosts import HostView, host_problems, hosts
+from adaptersync_core.config import load_config
 from adaptersync_core.errors import ControlError, NameInvalid
 from adaptersync_core.records import Fleet, ReplicaReport, RouterReport, SeenReplica, SeenRouter
 from adaptersync_core.scaling import SYSTEMD, UP, Scale, check
 from adaptersync_core.table import Member, Table
-from adaptersync_tools.cli.scaling import check_floor, wanted
-from adaptersync_tools.keeper import Step, let_go, next_step
+from adaptersync_tools import keeper
+from adaptersync_tools.cli.scaling import check_floor, said, wanted
+from adaptersync_tools.keeper import Keeper, Step, let_go, next_step, possible
 from adaptersync_tools.systemd import scale as systemd
 
 HOST = "gpu-1"
+UNITS = frozenset(
+    (
+        "adaptersync-agent@0.service",
+        "adaptersync-agent@3.service",
+        "adaptersync-router.service",
+        "adaptersync-x.service",
+    )
+)
 RUNNING = Scale(replicas=2, routers=1, workers=1, keeper=UP)
 
 
@@ -113,17 +124,64 @@ def test_too_few_on_a_host_is_a_problem_and_what_drains_is_none() -> None:
     assert list(host_problems([view(ready=1, joining=1), view(draining=1), view(desired=None, ready=0)])) == []
 
 
+def test_so_are_too_few_routers_or_workers() -> None:
+    assert list(host_problems([view(routers=0, workers=0), view(routers=2, workers=2)])) == [
+        "gpu-1 is to run 1 routers, and runs 0 (adaptersync scale)",
+        "gpu-1 is to run 1 workers, and runs 0 (adaptersync scale)",
+        "gpu-1 is to run 1 routers, and runs 2 (adaptersync scale)",  # a worker that was killed counts for a while
+    ]
+    unknown = view(routers_desired=None, routers=0, workers=None)
+    assert list(host_problems([unknown, view(workers_desired=None, workers=0)])) == []
+
+
+def test_processes_of_one_router_are_one() -> None:
+    now = fleet({}, routers=(7, 7))
+    other = replace(now.routers["router-1"].report, url="http://gpu-1:8081")
+    (shown,) = hosts(now, (), {}, {})
+    assert shown.routers == 1
+    apart = replace(now, routers={**now.routers, "router-1": SeenRouter(report=other, age_s=0.1)})
+    (shown,) = hosts(apart, (), {}, {})
+    assert shown.routers == 2
+
+
 def test_who_left_in_order_is_not_shown_while_its_record_is_kept() -> None:
     now = fleet({"a": "ready"})
     left = replace(now, replicas={**now.replicas, "b": report(draining=True), "c": report()})
     assert [each.replica for each in status_of(left).replicas] == ["a", "c"]
 
 
-def test_what_was_not_named_stays_as_it_was_asked_for_or_as_it_is() -> None:
-    assert wanted(RUNNING, None, 4, None, None) == replace(RUNNING, replicas=4)
-    assert wanted(RUNNING, view(routers=9), None, 2, 0) == replace(RUNNING, routers=2, workers=0)
-    assert wanted(None, view(routers=3, workers=None), 4, None, 2) == Scale(replicas=4, routers=3, workers=2)
-    assert wanted(None, None, None, None, None) == Scale(replicas=0, routers=0, workers=0, keeper=SYSTEMD)
+def test_what_was_not_named_stays_as_it_was_asked_for() -> None:
+    assert wanted(RUNNING, 4, None, None) == replace(RUNNING, replicas=4)
+    assert wanted(RUNNING, None, 2, 0) == replace(RUNNING, routers=2, workers=0)
+    assert wanted(None, 4, None, 2) == Scale(replicas=4, routers=None, workers=2, keeper=SYSTEMD)
+
+
+def test_what_nobody_ever_asked_for_is_not_touched() -> None:
+    """A router in its pause before another start is not there to be seen, and a worker that died still is."""
+    asked = wanted(None, 1, None, None)
+    running = frozenset((*UNITS, "adaptersync-worker.service", "adaptersync-worker@1.service"))
+    stopped = ("systemctl", "disable", "--now", "adaptersync-agent@3.service")
+    assert systemd.commands(asked, running, engines=False) == [stopped]
+    assert systemd.commands(asked, frozenset({"adaptersync-agent@0.service"}), engines=False) == []
+    assert systemd.commands(wanted(None, None, 2, None), UNITS, engines=False) == [
+        ("systemctl", "enable", "--now", "adaptersync-router@1.service")
+    ]
+    (shown,) = hosts(fleet({}), (), {HOST: asked}, {HOST: 7})
+    assert (shown.routers_desired, shown.workers_desired) == (None, None)
+    check(HOST, asked)
+    check_floor(replace(status_of(fleet({"a": "ready"})), hosts=[view(ready=1)]), HOST, Scale(routers=1), 9)
+    assert next_step(possible(asked, 8), RUNNING) == Step("replicas", False)
+    assert next_step(possible(Scale(), 8), RUNNING) is None
+
+
+def test_what_carries_a_wish_out_says_all_of_it() -> None:
+    assert said(RUNNING) == ["adaptersync", "scale", "2", "--routers", "1", "--workers", "1"]
+    assert said(Scale(routers=2)) == ["adaptersync", "scale", "--routers", "2"]
+
+
+def test_more_than_a_stack_can_do_is_not_tried() -> None:
+    asked = Scale(replicas=9, routers=0, workers=2, keeper=UP)
+    assert possible(asked, 4) == replace(asked, replicas=4, routers=1)
 
 
 @pytest.mark.parametrize(
@@ -148,16 +206,6 @@ def test_fewer_than_the_floor_wants_a_word_more() -> None:
         check_floor(status, HOST, replace(RUNNING, replicas=0), 2)
     check_floor(status, HOST, replace(RUNNING, replicas=1), 2)
     check_floor(status, "gpu-3", replace(RUNNING, replicas=0), 9)  # of more, or of as many, nothing is lost
-
-
-UNITS = frozenset(
-    (
-        "adaptersync-agent@0.service",
-        "adaptersync-agent@3.service",
-        "adaptersync-router.service",
-        "adaptersync-x.service",
-    )
-)
 
 
 def test_units_are_started_before_others_are_stopped_highest_first_and_one_at_a_time() -> None:
@@ -194,7 +242,66 @@ def test_what_runs_is_asked_of_systemd_itself_and_a_failure_is_told(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert systemd.running_units() == {"adaptersync-agent@1.service"}
     with pytest.raises(ControlError, match=r"Access denied: enable --now adaptersync-agent@2\.service; ok"):
-        systemd.run(("systemctl", "enable", "--now", "adaptersync-agent@2.service; ok"))  # one word: there is no shell
+        # one word: there is no shell
+        systemd.run(("systemctl", "enable", "--now", "adaptersync-agent@2.service; ok"), limit_s=50.0)
+
+
+def test_a_command_that_lasts_too_long_is_an_error_like_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "systemctl"
+    tool.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(60)\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ControlError, match=r"systemctl disable did not end in time \(limit_s=0\.1\); systemd goes on"):
+        systemd.run(("systemctl", "disable"), limit_s=0.1)
+
+
+def test_a_stop_is_waited_for_as_long_as_its_unit_may_take() -> None:
+    usual = load_config(environment={})
+    assert systemd.patience_s(usual) == 900.0
+    for key, value, stop_s in (
+        ("jobs.export_path", "/srv/exports", 3620.0),
+        ("engine.drain_s", 3600.0, 3640.0),
+    ):
+        config = load_config(environment={}, overrides={key: value})
+        assert systemd.patience_s(config) > stop_s
+
+
+class Supervisor:
+    def __init__(self, *names: str) -> None:
+        self.services = dict.fromkeys(names)
+        self.retired: list[str] = []
+
+    def retire(self, name: str, *, patience_s: float) -> None:
+        del self.services[name]
+        self.retired.append(name)
+
+
+def test_a_replica_that_could_not_be_let_go_of_is_by_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked for meanwhile: without its agent it is of no use."""
+    supervisor = Supervisor("agent-0", "engine-0", "agent-1", "engine-1")
+    urls = {"replica-0": "http://a", "replica-1": "http://b"}
+    stack = SimpleNamespace(
+        supervisor=supervisor, engine_urls=urls, router_urls=["http://r"], workers=1, most_replicas=8,
+        config=load_config(environment={}), add_replica=lambda: urls.setdefault("replica-1", "http://c"),
+    )  # fmt: skip
+    one, two = (replace(RUNNING, replicas=count) for count in (1, 2))
+    late = ControlError("no answer in time")
+    answers = iter([late, None, {HOST: one}, late, late, True, {HOST: two}])  # first it says what runs
+
+    def visit(*_: object, **__: object) -> object:
+        if isinstance(answer := next(answers), ControlError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(keeper.Keeper, "_visit", visit)
+    keeping = Keeper(stack, HOST)  # type: ignore[arg-type]
+    assert [keeping.follow() for _ in range(3)] == [None] * 3
+    assert (supervisor.retired, list(supervisor.services)) == (["agent-1"], ["agent-0", "engine-0", "engine-1"])
+    assert keeping.follow() == Step("replicas", True)
+    assert supervisor.retired == ["agent-1", "engine-1"]
+    assert urls == {"replica-0": "http://a", "replica-1": "http://c"}
 
 
 def test_a_numbered_router_has_a_name_and_a_port_of_its_own() -> None:

@@ -113,7 +113,7 @@ def _stay(stack: Stack, keeper: Keeper) -> None:
     """Until an interrupt, which is how this is meant to end; an error when a service is given up."""
     pause = threading.Event()
     try:
-        keeper.announce()
+        keeper.follow()
         while not pause.wait(LOOK_S):
             stack.check()
             keeper.follow()

@@ -24,7 +24,7 @@ from adaptersync_core.scaling import MOST, SYSTEMD, Scale
 from adaptersync_tools import screen
 from adaptersync_tools.cli.common import VISIT_S, config_option, json_option, settings, timeout_option, visit
 from adaptersync_tools.output import console, print_json
-from adaptersync_tools.systemd.scale import commands, run, running_units, units_of
+from adaptersync_tools.systemd.scale import commands, patience_s, run, running_units, units_of
 
 LOOK_S = 0.3
 
@@ -81,7 +81,7 @@ def scale(
     if replicas is None and routers is None and workers is None:
         _show(view, as_json=as_json)
         return
-    asked = wanted(before, _host(view, host), replicas, routers, workers)
+    asked = wanted(before, replicas, routers, workers)
     scaling.check(host, asked)
     if not force:
         check_floor(view, host, asked, config.coordinator.min_ready)
@@ -105,10 +105,10 @@ def scale(
         elif ask_only:
             click.echo("\n".join(map(shlex.join, todo)))
         else:
-            click.echo(f"asked; on {host}, as root, this carries it out: adaptersync scale {asked.replicas}")
+            click.echo(f"asked; on {host}, as root, this carries it out: {shlex.join(said(asked))}")
         return
     for command in todo:
-        run(command)
+        run(command, limit_s=patience_s(config))
     if no_wait:
         _show(visit(config, lambda registry: look(registry, config))[1], as_json=as_json)
         return
@@ -116,22 +116,24 @@ def scale(
           as_json=as_json)  # fmt: skip
 
 
-def wanted(
-    before: Scale | None, there: HostView | None, replicas: int | None, routers: int | None, workers: int | None
-) -> Scale:
-    """What is asked for: what was not named stays as it was asked for, or, at first, as it is."""
-    if before is None:
-        before = Scale(
-            replicas=there.ready + there.joining if there else 0,
-            routers=there.routers if there else 0,
-            workers=there.workers or 0 if there else 0,
-        )
+def wanted(before: Scale | None, replicas: int | None, routers: int | None, workers: int | None) -> Scale:
+    """What is asked for: what was not named stays as it was asked for, or as it is."""
     given = {"replicas": replicas, "routers": routers, "workers": workers}
-    return replace(before, **{kind: count for kind, count in given.items() if count is not None})
+    return replace(before or Scale(), **{kind: count for kind, count in given.items() if count is not None})
+
+
+def said(asked: Scale) -> list[str]:
+    """The command that asks for it."""
+    counts = [] if asked.replicas is None else [str(asked.replicas)]
+    options = {"--routers": asked.routers, "--workers": asked.workers}
+    more = [word for name, count in options.items() if count is not None for word in (name, str(count))]
+    return ["adaptersync", "scale", *counts, *more]
 
 
 def check_floor(view: StatusView, host: str, asked: Scale, min_ready: int) -> None:
     """ControlError where fewer replicas than the floor would be left in the whole group."""
+    if asked.replicas is None:
+        return
     mine = _host(view, host)
     fewer = mine is not None and asked.replicas < mine.ready
     left = asked.replicas + sum(each.ready for each in view.hosts if each.host != host)

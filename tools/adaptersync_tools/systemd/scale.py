@@ -8,11 +8,14 @@ import subprocess
 from collections.abc import Iterable, Sequence
 
 from adaptersync.coordinator.hosts import Placed
+from adaptersync_core.config import Config
 from adaptersync_core.errors import ConfigError, ControlError
 from adaptersync_core.scaling import Scale
 from adaptersync_tools.instance import host_word
+from adaptersync_tools.systemd.units import longest_stop_s
 
-STOP_S = 900.0  # what one command may take: a unit's own bounds are below that
+START_S = 900.0  # what one command may take: an engine may load for minutes
+KILL_S = 60.0  # beyond what a unit may take to stop: until what was ended by force is gone
 ASK_S = 10.0
 PATTERN = "adaptersync-*.service"
 
@@ -21,14 +24,8 @@ _UNIT = re.compile(r"adaptersync-(agent|replica|router|worker)(?:@(\d+))?\.servi
 
 def running_units() -> frozenset[str]:
     """Of this host: those that run, or are about to."""
-    tool = _systemctl()
-    listed = subprocess.run(  # noqa: S603
-        [tool, "list-units", "--plain", "--no-legend", "--no-pager", "--state=active,activating,reloading", PATTERN],
-        capture_output=True,
-        text=True,
-        timeout=ASK_S,
-        check=False,
-    )
+    arguments = ("list-units", "--plain", "--no-legend", "--no-pager", "--state=active,activating,reloading", PATTERN)
+    listed = _systemctl(arguments, limit_s=ASK_S)
     if listed.returncode:
         raise ControlError(f"systemctl failed: {listed.stderr.strip()[:200]}")
     return frozenset(line.split()[0] for line in listed.stdout.splitlines() if line.split())
@@ -56,12 +53,14 @@ def commands(asked: Scale, units: frozenset[str], *, engines: bool) -> list[tupl
     ]
 
 
-def _start(kind: str, count: int, units: frozenset[str], *, engines: bool = False) -> list[tuple[str, ...]]:
-    missing = sorted(set(range(count)) - _numbers(kind, units))
+def _start(kind: str, count: int | None, units: frozenset[str], *, engines: bool = False) -> list[tuple[str, ...]]:
+    missing = sorted(set(range(count or 0)) - _numbers(kind, units))
     return [("systemctl", "enable", "--now", *_names(kind, number, engines)) for number in missing]
 
 
-def _stop(kind: str, count: int, units: frozenset[str], *, engines: bool = False) -> list[tuple[str, ...]]:
+def _stop(kind: str, count: int | None, units: frozenset[str], *, engines: bool = False) -> list[tuple[str, ...]]:
+    if count is None:  # nobody has said how many
+        return []
     surplus = sorted((number for number in _numbers(kind, units) if number >= count), reverse=True)
     return [("systemctl", "disable", "--now", *_names(kind, number, engines)) for number in surplus]
 
@@ -79,19 +78,31 @@ def _numbers(kind: str, units: frozenset[str]) -> set[int]:
     return {int(match[2] or 0) for match in found if match and match[1] == kind}
 
 
-def run(command: tuple[str, ...]) -> None:
-    """ControlError where it fails, with what it said."""
-    done = subprocess.run(  # noqa: S603
-        [_systemctl(), *command[1:]], capture_output=True, text=True, timeout=STOP_S, check=False
-    )
+def patience_s(config: Config) -> float:
+    """What one command may take."""
+    return max(START_S, longest_stop_s(config) + KILL_S)
+
+
+def run(command: tuple[str, ...], *, limit_s: float) -> None:
+    """ControlError where it fails or lasts too long, with what it said."""
+    done = _systemctl(command[1:], limit_s=limit_s)
     if done.returncode:
         raise ControlError(
             f"{' '.join(command)} failed: {done.stderr.strip()[:300]}", next_step="run it as root, or see journalctl"
         )
 
 
-def _systemctl() -> str:
+def _systemctl(arguments: Sequence[str], *, limit_s: float) -> subprocess.CompletedProcess[str]:
     tool = shutil.which("systemctl")
     if tool is None:
         raise ConfigError("no systemctl here", next_step="run it on the host, or keep the fleet with adaptersync up")
-    return tool
+    try:
+        return subprocess.run(  # noqa: S603
+            [tool, *arguments], capture_output=True, text=True, timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ControlError(
+            f"systemctl {' '.join(arguments)} did not end in time",
+            next_step="systemd goes on with it: see systemctl list-jobs, then say it again",
+            limit_s=limit_s,
+        ) from None

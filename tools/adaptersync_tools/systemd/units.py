@@ -128,11 +128,14 @@ class _Units:
         return "\n".join((MARK, *lines)) + "\n"
 
     def directories(self) -> str:
-        """The store takes files of trainers, who are in its group; engines, who read staged files, are in agents'."""
+        """The store takes files of trainers, who are in its group; engines, who read staged files, are in agents'.
+
+        It is sticky: the journal and the ledger's archive are in it, and not for trainers to put others in their place.
+        """
         agent, router = user("agent"), user("router")
         places = {
             "/var/lib/adaptersync": "0755 root root",
-            self._store: f"2775 root {GROUP}",
+            self._store: f"3775 root {GROUP}",
             self._stage: f"0750 {agent} {agent}",
             self._spool: f"0700 {router} {router}",
         }

@@ -78,7 +78,7 @@ def evaluation_id(group: str, adapter_id: str) -> str:
     return job_id("gate", group, adapter_id)
 
 
-class Ended(Struct, frozen=True, kw_only=True):
+class JobOutcome(Struct, frozen=True, kw_only=True):
     """How a job that was asked for ended: what it said, or why it failed."""
 
     ok: bool
@@ -131,7 +131,7 @@ class Jobs:
         """One of ROUNDS."""
         return self._ask(job_id(name, self._group), ROUNDS[name])
 
-    def wait(self, job: str, *, timeout_s: float) -> Ended:
+    def wait(self, job: str, *, timeout_s: float) -> JobOutcome:
         """Until it has ended; PublicationFailed when it has not in time."""
         until = time.monotonic() + timeout_s
         while (ended := self.ended(job)) is None:
@@ -142,7 +142,7 @@ class Jobs:
             time.sleep(LOOK_S)
         return ended
 
-    def ended(self, job: str) -> Ended | None:
+    def ended(self, job: str) -> JobOutcome | None:
         """None while it is under way; ControlError when nobody knows it any more."""
         with translated(self._url):
             found = Job.fetch_many([job], connection=self._connection, serializer=JSONSerializer)[0]
@@ -152,8 +152,8 @@ class Jobs:
                 return None
             result = found.latest_result()
         if result is not None and found.is_finished:
-            return Ended(ok=True, said=str(result.return_value))
-        return Ended(ok=False, said=last_line(str(result.exc_string) if result else "no reason known"))
+            return JobOutcome(ok=True, said=str(result.return_value))
+        return JobOutcome(ok=False, said=last_line(str(result.exc_string) if result else "no reason known"))
 
     def _ask(
         self, name: str, function: str, *arguments: str, timeout_s: int = JOB_TIMEOUT_S, first: bool = False

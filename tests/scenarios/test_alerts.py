@@ -18,11 +18,11 @@ from urllib.parse import quote
 import pytest
 from msgspec.structs import replace
 
-from adaptersync.jobs.figures import JobFigures
 from adaptersync.jobs.ledger import drain
+from adaptersync.jobs.metrics import JobMetrics
 from adaptersync_core.access import RedisUser, rules
 from adaptersync_core.config import Config, TelemetrySection
-from adaptersync_core.figures import text
+from adaptersync_core.metrics import text
 from adaptersync_core.queue import Jobs
 from adaptersync_core.redis import rq_connection
 from adaptersync_tools.observing.alerts import ALERTS
@@ -347,7 +347,7 @@ def test_a_worker_tells_as_much_with_the_rights_of_its_own_user(config: Config) 
         admin.execute_command("ACL", "SETUSER", user, "on", ">secret", *rules(config.group.name, worker))
         try:
             own = url.replace("redis://", f"redis://{quote(user, safe='')}:secret@")
-            figures = JobFigures(replace(config, redis=replace(config.redis, control_url=own)))
+            figures = JobMetrics(replace(config, redis=replace(config.redis, control_url=own)))
             told = promql.read(text(figures).decode(), "worker")
         finally:
             admin.execute_command("ACL", "DELUSER", user)

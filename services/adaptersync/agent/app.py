@@ -12,8 +12,8 @@ from pathlib import Path
 
 from adaptersync.agent.decode_rates import DecodeRates
 from adaptersync.agent.engine import Engine
-from adaptersync.agent.figures import TABLE, answered, reported
 from adaptersync.agent.kv_follow import Follower
+from adaptersync.agent.metrics import TABLE, answered, reported
 from adaptersync.agent.prove import Prover
 from adaptersync.agent.rate import tell_rate
 from adaptersync.agent.reconcile import plan
@@ -25,11 +25,11 @@ from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, EngineError, EngineUnavailable
 from adaptersync_core.events import PHASES, REPORTS
-from adaptersync_core.figures import Figures, served
 from adaptersync_core.keys import Keys
 from adaptersync_core.lane import ANSWER_S, FastLane
 from adaptersync_core.lifecycle import run_until_stopped
 from adaptersync_core.manifest import Manifest
+from adaptersync_core.metrics import Metrics, served
 from adaptersync_core.notify import Notifier, Pulse
 from adaptersync_core.ranks import told_apart
 from adaptersync_core.records import Ack, CacheReport, Fault, ReplicaReport
@@ -134,7 +134,7 @@ class Agent:
         self.request_times = LatestTimes()
         self.decode_rates = DecodeRates()
         self._traces = traces(config, "agent", config.agent.name)
-        self.figures = Figures("agent", TABLE, {"replica": config.agent.name})
+        self.figures = Metrics("agent", TABLE, {"replica": config.agent.name})
 
     async def observe(self) -> None:
         """Heartbeat: no word from the engine, no word to Redis, and the fleet counts this replica as silent."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from adaptersync.coordinator import gate
-from adaptersync.coordinator.figures import OF_THE_FLEET, TABLE, decided, tell
 from adaptersync.coordinator.journal import Entry, Journal, Recollection, intent, outcome, remember
+from adaptersync.coordinator.metrics import OF_THE_FLEET, TABLE, decided, tell
 from adaptersync.coordinator.page.server import serve_page
 from adaptersync.coordinator.protocol import decide
 from adaptersync.coordinator.recovery import (
@@ -31,11 +31,11 @@ from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
 from adaptersync_core.errors import AdapterSyncError, Conflict, ControlError, Fenced, StoreGone
 from adaptersync_core.events import VersionPromoted, VersionReady, VersionRolledBack, VersionSuperseded
-from adaptersync_core.figures import Figures, served
 from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.job_records import unasked
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
+from adaptersync_core.metrics import Metrics, served
 from adaptersync_core.notify import Notifier
 from adaptersync_core.queue import Jobs
 from adaptersync_core.records import Decision, Fleet, Leadership
@@ -65,7 +65,7 @@ async def _coordinate(config: Config, notifier: Notifier | None = None) -> None:
     notifier = notifier or Notifier()
     keys = Keys(config.group.name)
     client = RedisClient(config.redis.control_url, name=config.coordinator.name)
-    figures = Figures("coordinator", TABLE, {"coordinator": config.coordinator.name})
+    figures = Metrics("coordinator", TABLE, {"coordinator": config.coordinator.name})
     coordinator = Coordinator(config, Registry(client, keys), figures)
     bell = Bell()
     said = ""
@@ -103,11 +103,11 @@ async def _coordinate(config: Config, notifier: Notifier | None = None) -> None:
 class Coordinator:
     """One candidate for leadership. What it knows is good for one term, which ends when it is unsure what it wrote."""
 
-    def __init__(self, config: Config, registry: Registry, figures: Figures | None = None) -> None:
+    def __init__(self, config: Config, registry: Registry, figures: Metrics | None = None) -> None:
         self._config = config
         self._registry = registry
         self._traces = traces(config, "coordinator", config.coordinator.name)
-        self._figures = figures or Figures("coordinator", TABLE)
+        self._figures = figures or Metrics("coordinator", TABLE)
         self._jobs = Jobs(config)
         self._journal = Journal(Path(config.store.path), config.group.name)
         self._store = ArtifactStore(Path(config.store.path))

@@ -24,11 +24,11 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 from rq.worker_registration import register
 
-from adaptersync.jobs.figures import JobFigures
+from adaptersync.jobs.metrics import JobMetrics
 from adaptersync.jobs.schedule import Schedule
 from adaptersync_core.config import CONFIG, Config, as_text, shown, variable
 from adaptersync_core.errors import ControlError, ControlUnavailable
-from adaptersync_core.figures import served
+from adaptersync_core.metrics import served
 from adaptersync_core.notify import Notifier
 from adaptersync_core.queue import JOBS, queue_name, worker_name
 from adaptersync_core.redis import rq_connection, translated
@@ -156,7 +156,7 @@ def run_worker(config: Config, file: Path | None = None) -> None:
         notifier.status(f"works on {queue.name}")
         log.info("working on %s", queue.name)
         try:
-            with served(JobFigures(config), host=config.telemetry.metrics_host, port=config.jobs.metrics_port):
+            with served(JobMetrics(config), host=config.telemetry.metrics_host, port=config.jobs.metrics_port):
                 worker.work(logging_level="WARNING")
         finally:
             schedule.end()

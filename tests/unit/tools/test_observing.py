@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptersync_core.figures import Figure
+from adaptersync_core.metrics import Metric
 from adaptersync_tools.observing.__main__ import WRITTEN
 from adaptersync_tools.observing.alerts import ALERTS
 from adaptersync_tools.observing.dashboard import ROWS, dashboard, queries
@@ -167,4 +167,4 @@ def test_prometheus_says_the_same(tmp_path: Path) -> None:
 
 def test_a_figure_of_a_table_needs_a_meaning() -> None:
     with pytest.raises(TypeError):
-        Figure(name="x", kind="gauge")  # type: ignore[call-arg]
+        Metric(name="x", kind="gauge")  # type: ignore[call-arg]

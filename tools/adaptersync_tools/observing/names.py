@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from adaptersync.agent import figures as agent
-from adaptersync.coordinator import figures as coordinator
-from adaptersync.jobs import figures as worker
+from adaptersync.agent import metrics as agent
+from adaptersync.coordinator import metrics as coordinator
+from adaptersync.jobs import metrics as worker
 from adaptersync.router import metrics as router
-from adaptersync_core.figures import PREFIX, Figure
+from adaptersync_core.metrics import PREFIX, Metric
 
 CONSTANT = {"agent": ("replica",), "coordinator": ("coordinator",), "worker": (), "router": ()}
 
 
-def router_figures() -> tuple[Figure, ...]:
+def router_figures() -> tuple[Metric, ...]:
     """The router keeps its own table; here it is like the others."""
     return (
-        *(Figure(name=name, kind="counter", text=text, labels=by) for name, (text, by) in router.COUNTERS.items()),
+        *(Metric(name=name, kind="counter", text=text, labels=by) for name, (text, by) in router.COUNTERS.items()),
         *(
-            Figure(name=name, kind="histogram", text=text, labels=by, bounds=bounds)
+            Metric(name=name, kind="histogram", text=text, labels=by, bounds=bounds)
             for name, (text, by, bounds) in router.HISTOGRAMS.items()
         ),
-        *(Figure(name=name, kind="gauge", text=text, labels=by) for name, (text, by, _) in router.GAUGES.items()),
-        Figure(name="imbalance", kind="gauge", text=router.IMBALANCE),
+        *(Metric(name=name, kind="gauge", text=text, labels=by) for name, (text, by, _) in router.GAUGES.items()),
+        Metric(name="imbalance", kind="gauge", text=router.IMBALANCE),
     )
 
 
-TABLES: dict[str, tuple[Figure, ...]] = {
+TABLES: dict[str, tuple[Metric, ...]] = {
     "router": router_figures(),
     "coordinator": coordinator.TABLE,
     "agent": agent.TABLE,
@@ -32,12 +32,12 @@ TABLES: dict[str, tuple[Figure, ...]] = {
 }
 
 
-def metric(service: str, figure: Figure) -> str:
+def metric(service: str, figure: Metric) -> str:
     """Without the endings that a histogram's series have."""
     return f"{PREFIX}{service}_{figure.name}{'_total' if figure.kind == 'counter' else ''}"
 
 
-def labels(service: str, figure: Figure) -> tuple[str, ...]:
+def labels(service: str, figure: Metric) -> tuple[str, ...]:
     return (*CONSTANT[service], *figure.labels)
 
 

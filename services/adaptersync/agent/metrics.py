@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from typing import get_args
 
-from adaptersync_core.figures import Figure, Figures
+from adaptersync_core.metrics import Metric, Metrics
 from adaptersync_core.proof import Verdict
 from adaptersync_core.records import Ack, ReplicaReport
 
 TABLE = (
-    Figure(name="engine_reachable", kind="gauge", text="1 while the engine answers its agent"),
-    Figure(name="reported_seconds", kind="age", text="Since the control server last took a report of the replica"),
-    Figure(name="loaded", kind="gauge", text="Versions that the engine lists"),
-    Figure(name="slots", kind="gauge", text="Adapters the engine can hold at once (--max-loras); 0: it does not say"),
-    Figure(
+    Metric(name="engine_reachable", kind="gauge", text="1 while the engine answers its agent"),
+    Metric(name="reported_seconds", kind="age", text="Since the control server last took a report of the replica"),
+    Metric(name="loaded", kind="gauge", text="Versions that the engine lists"),
+    Metric(name="slots", kind="gauge", text="Adapters the engine can hold at once (--max-loras); 0: it does not say"),
+    Metric(
         name="proofs", kind="counter", text="Versions judged by the proof that they are served", labels=("verdict",),
         words=get_args(Verdict),
     ),
-    Figure(
+    Metric(
         name="acks", kind="counter", text="Words on versions: accepted, or refused by whose fault", labels=("word",),
         words=("accepted", "refused_version", "refused_replica"),
     ),
-    Figure(name="cache_followed", kind="gauge", text="1 while the engine's own word on its cache is followed"),
-    Figure(name="cache_blocks", kind="gauge", text="Prefix blocks it owns by that"),
-    Figure(name="cache_lag_seconds", kind="gauge", text="How far behind the engine that was at the last change"),
-    Figure(name="cache_gaps", kind="gauge", text="Gaps in it that were filled, in the lives of its present streams"),
-    Figure(name="cache_losses", kind="gauge", text="Times all was forgotten, since a gap could not be filled"),
+    Metric(name="cache_followed", kind="gauge", text="1 while the engine's own word on its cache is followed"),
+    Metric(name="cache_blocks", kind="gauge", text="Prefix blocks it owns by that"),
+    Metric(name="cache_lag_seconds", kind="gauge", text="How far behind the engine that was at the last change"),
+    Metric(name="cache_gaps", kind="gauge", text="Gaps in it that were filled, in the lives of its present streams"),
+    Metric(name="cache_losses", kind="gauge", text="Times all was forgotten, since a gap could not be filled"),
 )  # fmt: skip
 
 
-def reported(figures: Figures, report: ReplicaReport) -> None:
+def reported(figures: Metrics, report: ReplicaReport) -> None:
     figures.set("engine_reachable", 1)
     figures.since("reported_seconds", 0.0)
     figures.set("loaded", len(report.loaded))
@@ -41,7 +41,7 @@ def reported(figures: Figures, report: ReplicaReport) -> None:
     figures.set("cache_losses", report.cache.losses)
 
 
-def answered(figures: Figures, ack: Ack) -> None:
+def answered(figures: Metrics, ack: Ack) -> None:
     figures.count("acks", "accepted" if ack.accepted else f"refused_{ack.fault}")
     if "proved_s" in ack.phases:  # else it came to no proof
         figures.count("proofs", ack.proof.verdict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from adaptersync.coordinator.promotion import unconsidered
 from adaptersync_core.config import Config
 from adaptersync_core.events import Event, VersionPromoted
-from adaptersync_core.figures import SPENT, Figure, Figures
+from adaptersync_core.metrics import SPENT, Metric, Metrics
 from adaptersync_core.records import Fleet
 from adaptersync_core.table import MemberState
 from adaptersync_core.unarchived import late_s
@@ -24,30 +24,30 @@ EVENTS = (
 )
 
 TABLE = (
-    Figure(name="leading", kind="gauge", text="1 for the coordinator that leads"),
-    Figure(name="looked_seconds", kind="age", text="Since it last did its round, leading or not"),
-    Figure(name="decided", kind="counter", text="Decisions by the events they made", labels=("event",), words=EVENTS),
-    Figure(
+    Metric(name="leading", kind="gauge", text="1 for the coordinator that leads"),
+    Metric(name="looked_seconds", kind="age", text="Since it last did its round, leading or not"),
+    Metric(name="decided", kind="counter", text="Decisions by the events they made", labels=("event",), words=EVENTS),
+    Metric(
         name="promotion_seconds", kind="histogram", text="From publication to promotion, of promoted versions",
         bounds=SPENT,
     ),
-    Figure(name="generation", kind="gauge", text="Generation of the table"),
-    Figure(name="min_ready", kind="gauge", text="Fewest ready replicas on which anything is promoted"),
-    Figure(name="members", kind="gauge", text="Replicas by their state", labels=("state",)),
-    Figure(name="replica", kind="gauge", text="1 for the state each replica is in", labels=("replica", "state")),
-    Figure(name="heard_seconds", kind="age", text="Since a replica's agent was last heard of", labels=("replica",)),
-    Figure(name="versions", kind="gauge", text="Versions in the fleet, by their state", labels=("run", "state")),
-    Figure(
+    Metric(name="generation", kind="gauge", text="Generation of the table"),
+    Metric(name="min_ready", kind="gauge", text="Fewest ready replicas on which anything is promoted"),
+    Metric(name="members", kind="gauge", text="Replicas by their state", labels=("state",)),
+    Metric(name="replica", kind="gauge", text="1 for the state each replica is in", labels=("replica", "state")),
+    Metric(name="heard_seconds", kind="age", text="Since a replica's agent was last heard of", labels=("replica",)),
+    Metric(name="versions", kind="gauge", text="Versions in the fleet, by their state", labels=("run", "state")),
+    Metric(
         name="undecided_seconds", kind="age", labels=("run",),
         text="Since the publication of a run's oldest version that is neither promoted nor given up, nor at the gate",
     ),
-    Figure(name="gated_seconds", kind="age", text="Since a version waits for an operator", labels=("run",)),
-    Figure(
+    Metric(name="gated_seconds", kind="age", text="Since a version waits for an operator", labels=("run",)),
+    Metric(
         name="unarchived_seconds", kind="age",
         text="Since the oldest entry of the ledger or the events that is not in the store's archive; 0: none."
         " Not told where jobs.ledger_s is 0",
     ),
-    Figure(
+    Metric(
         name="archive_late_seconds", kind="gauge",
         text="From what age on that is a problem: jobs.ledger_s and a quarter of an hour",
     ),
@@ -58,7 +58,7 @@ OF_THE_FLEET = (
 )
 
 
-def tell(figures: Figures, fleet: Fleet, config: Config, *, unarchived_s: float | None = None) -> None:
+def tell(figures: Metrics, fleet: Fleet, config: Config, *, unarchived_s: float | None = None) -> None:
     """All that is to be seen of the fleet by who leads it; `unarchived_s` is None where nothing is to be archived."""
     figures.forget(*OF_THE_FLEET)
     table = fleet.table
@@ -92,7 +92,7 @@ def tell(figures: Figures, fleet: Fleet, config: Config, *, unarchived_s: float 
             figures.since("undecided_seconds", fleet.now - min(began), run)
 
 
-def decided(figures: Figures, events: tuple[Event, ...]) -> None:
+def decided(figures: Metrics, events: tuple[Event, ...]) -> None:
     for event in events:
         figures.count("decided", str(type(event).__struct_config__.tag))
         if isinstance(event, VersionPromoted):

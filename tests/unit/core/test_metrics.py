@@ -13,30 +13,30 @@ from typing import Any
 
 import pytest
 
-from adaptersync_core import figures as figures_module
+from adaptersync_core import metrics as metrics_module
 from adaptersync_core.errors import ConfigError
-from adaptersync_core.figures import Figure, Figures, served, text
+from adaptersync_core.metrics import Metric, Metrics, served, text
 from support.wait import wait_until_sync
 
 TABLE = (
-    Figure(name="jobs", kind="counter", text="Jobs", labels=("end",), words=("well", "badly")),
-    Figure(name="spent", kind="histogram", text="Spent", bounds=(0.1, 1.0)),
-    Figure(name="held", kind="gauge", text="Held", labels=("run",)),
-    Figure(name="looked_seconds", kind="age", text="Since"),
+    Metric(name="jobs", kind="counter", text="Jobs", labels=("end",), words=("well", "badly")),
+    Metric(name="spent", kind="histogram", text="Spent", bounds=(0.1, 1.0)),
+    Metric(name="held", kind="gauge", text="Held", labels=("run",)),
+    Metric(name="looked_seconds", kind="age", text="Since"),
 )
 
 
 @pytest.fixture
-def figures() -> Figures:
-    return Figures("test", TABLE, {"who": "me"})
+def figures() -> Metrics:
+    return Metrics("test", TABLE, {"who": "me"})
 
 
-def said(figures: Figures) -> dict[str, float]:
+def said(figures: Metrics) -> dict[str, float]:
     lines = (line for line in text(figures).decode().splitlines() if not line.startswith("#"))
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
-def test_what_is_counted_begins_at_zero(figures: Figures) -> None:
+def test_what_is_counted_begins_at_zero(figures: Metrics) -> None:
     assert said(figures) == {
         'adaptersync_test_jobs_total{end="well",who="me"}': 0.0,
         'adaptersync_test_jobs_total{end="badly",who="me"}': 0.0,
@@ -48,7 +48,7 @@ def test_what_is_counted_begins_at_zero(figures: Figures) -> None:
     }
 
 
-def test_figures_are_told(figures: Figures) -> None:
+def test_figures_are_told(figures: Metrics) -> None:
     figures.count("jobs", "well", by=2)
     for spent in (0.1, 0.5, 7.0):
         figures.observe("spent", spent)
@@ -63,7 +63,7 @@ def test_figures_are_told(figures: Figures) -> None:
     assert not any("held" in name for name in said(figures))
 
 
-def test_an_age_grows_while_nothing_is_told(figures: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_age_grows_while_nothing_is_told(figures: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
     moment = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: moment)
     figures.since("looked_seconds", 2.0)
@@ -75,7 +75,7 @@ def test_an_age_grows_while_nothing_is_told(figures: Figures, monkeypatch: pytes
     "call",
     [("count", "held", "one"), ("set", "jobs", 1, "well"), ("set", "held", 1), ("count", "jobs", "well", "more")],
 )
-def test_what_is_not_in_the_table_is_a_mistake(figures: Figures, call: tuple[Any, ...]) -> None:
+def test_what_is_not_in_the_table_is_a_mistake(figures: Metrics, call: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError, match="is a"):
         getattr(figures, call[0])(*call[1:])
 
@@ -92,7 +92,7 @@ def ask(url: str) -> Any:
     return urllib.request.urlopen(url, timeout=5)  # noqa: S310 (our own loopback)
 
 
-def test_they_are_served_where_the_setting_says(figures: Figures, port: int) -> None:
+def test_they_are_served_where_the_setting_says(figures: Metrics, port: int) -> None:
     figures.count("jobs", "well")
     url = f"http://127.0.0.1:{port}"
     with served(figures, host="127.0.0.1", port=port):
@@ -109,7 +109,7 @@ def test_they_are_served_where_the_setting_says(figures: Figures, port: int) -> 
         ask(f"{url}/metrics")
 
 
-def test_a_client_that_asks_nothing_keeps_nobody_waiting(figures: Figures, port: int) -> None:
+def test_a_client_that_asks_nothing_keeps_nobody_waiting(figures: Metrics, port: int) -> None:
     with (
         served(figures, host="127.0.0.1", port=port),
         socket.create_connection(("127.0.0.1", port)),
@@ -149,7 +149,7 @@ def trickling(port: int) -> Iterator[threading.Event]:
             thread.join()
 
 
-def test_a_client_that_trickles_keeps_nobody_waiting(figures: Figures, port: int) -> None:
+def test_a_client_that_trickles_keeps_nobody_waiting(figures: Metrics, port: int) -> None:
     """Neither another client nor the end of the service."""
     with contextlib.ExitStack() as clients:
         with served(figures, host="127.0.0.1", port=port):
@@ -161,16 +161,16 @@ def test_a_client_that_trickles_keeps_nobody_waiting(figures: Figures, port: int
         assert cut.wait(2.0)
 
 
-def test_who_trickles_is_cut_off(figures: Figures, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures_module, "CLIENT_S", 0.2)
+def test_who_trickles_is_cut_off(figures: Metrics, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "CLIENT_S", 0.2)
     with served(figures, host="127.0.0.1", port=port), trickling(port) as cut:
         assert cut.wait(3.0)
 
 
 def test_more_clients_than_may_be_are_turned_away(
-    figures: Figures, port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    figures: Metrics, port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(figures_module, "CLIENTS", 2)
+    monkeypatch.setattr(metrics_module, "CLIENTS", 2)
     url = f"http://127.0.0.1:{port}/metrics"
 
     def answered() -> bool:
@@ -187,7 +187,7 @@ def test_more_clients_than_may_be_are_turned_away(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_nobody_listens_by_default(figures: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures_module, "_Server", None)
+def test_nobody_listens_by_default(figures: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "_Server", None)
     with served(figures, host="127.0.0.1", port=0):
         pass

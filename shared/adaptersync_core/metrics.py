@@ -1,6 +1,6 @@
 """Figures of a service for Prometheus, told by its own loop and read by a thread that serves `/metrics`.
 
-A service lists what it counts in a table of `Figure`s; nothing else can be told, and documents, alert rules and
+A service lists what it counts in a table of `Metric`s; nothing else can be told, and documents, alert rules and
 dashboards are made from the same tables. Labels are bounded by what the table of the fleet holds, or words of ours. The
 router has figures of its own kind (`router.metrics`): its hot path can afford no lock.
 """
@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from adaptersync_core.errors import ConfigError
@@ -36,7 +37,7 @@ Kind = Literal["counter", "gauge", "age", "histogram"]
 Labels = tuple[str, ...]
 
 
-class Figure(Struct, frozen=True, kw_only=True):
+class Metric(Struct, frozen=True, kw_only=True):
     """One metric. An `age` is a gauge: seconds since a moment, counted on while its service says nothing.
 
     `words` are the values of its one label that are there from the beginning: what first appears with a value has not
@@ -51,10 +52,10 @@ class Figure(Struct, frozen=True, kw_only=True):
     bounds: tuple[float, ...] = ()
 
 
-class Figures(Collector):
+class Metrics(Collector):
     """What one service has counted. `constant` labels are on every series."""
 
-    def __init__(self, service: str, table: Sequence[Figure], constant: Mapping[str, str] | None = None) -> None:
+    def __init__(self, service: str, table: Sequence[Metric], constant: Mapping[str, str] | None = None) -> None:
         self._prefix = f"{PREFIX}{service}_"
         self._table = {figure.name: figure for figure in table}
         self._constant = dict(constant or {})
@@ -86,7 +87,7 @@ class Figures(Collector):
             for name in names:
                 self._values[name].clear()
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Family]:
         with self._lock:
             values = {name: dict(found) for name, found in self._values.items()}
             counts = {
@@ -120,7 +121,7 @@ class Figures(Collector):
             else:
                 self._add(figure, value, labels, seen=1)
 
-    def _add(self, figure: Figure, value: float, labels: Labels, *, seen: int = 0) -> None:
+    def _add(self, figure: Metric, value: float, labels: Labels, *, seen: int = 0) -> None:
         values = self._values[figure.name]
         values[labels] = values.get(labels, 0.0) + value
         if figure.kind == "histogram":

@@ -66,6 +66,7 @@ async def test_s07_no_version_is_answered_from_the_cache_of_another(fleet: Whole
     trainer = await fleet.trainer()
     for _ in range(3):
         name = await fleet.promoted(trainer)
+        await fleet.served()
         seen = []
         for _ in range(2):
             answer = await fleet.complete("run", PROMPT * 2)
@@ -146,6 +147,7 @@ async def test_s09_sessions_pinned_to_a_version_finish_on_it(config: Config, tmp
         sessions = [asyncio.create_task(session(number)) for number in range(8)]
         await asyncio.wait_for(turned.wait(), 20)
         new = await fleet.promoted(trainer)
+        await fleet.served()
         assert (await fleet.complete("run")).headers["x-adaptersync-version"] == new
         moved.set()
         for versions in await asyncio.gather(*sessions):

@@ -301,16 +301,6 @@ class WholeFleet:
         assert outcome.state == "current", outcome
         return publication.adapter_id
 
-    async def served(self) -> None:
-        """Until routers serve by the present table: they read it a moment after a trainer has heard of it."""
-        generation = (await self.table()).generation
-
-        async def told() -> bool:
-            seen = (await self.registry.fleet()).routers.values()
-            return all(each.report.generation >= generation for each in seen if each.may_serve)
-
-        await wait_until(told, what="routers to read the table")
-
     # what is there
 
     async def table(self) -> Table:

@@ -26,6 +26,17 @@ from support.whole_fleet import PROMPT, WholeFleet, whole_fleet
 ANY_VERSION = re.compile(r"(?<![\w.@-])[a-z0-9]+-v\d+(?:-[0-9a-f]+)?(?![\w-])")
 
 
+async def routers_know(fleet: WholeFleet) -> None:
+    """They read the table a moment after a trainer has heard of it."""
+    generation = (await fleet.table()).generation
+
+    async def told() -> bool:
+        seen = (await fleet.registry.fleet()).routers.values()
+        return all(each.report.generation >= generation for each in seen if each.may_serve)
+
+    await wait_until(told, what="routers to read the table")
+
+
 # 7: the same name reloaded with other bytes, and the KV cache of the old ones used again
 
 
@@ -66,6 +77,7 @@ async def test_s07_no_version_is_answered_from_the_cache_of_another(fleet: Whole
     trainer = await fleet.trainer()
     for _ in range(3):
         name = await fleet.promoted(trainer)
+        await routers_know(fleet)
         seen = []
         for _ in range(2):
             answer = await fleet.complete("run", PROMPT * 2)
@@ -119,17 +131,19 @@ async def test_s08_an_engine_reads_a_version_once_and_never_in_place(config: Con
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_s09_sessions_pinned_to_a_version_finish_on_it(config: Config, tmp_path: Path, stream: bool) -> None:
-    """Eight sessions of three turns, each slow enough for a promotion to fall into it."""
+    """Eight sessions of three turns: a promotion falls into the second, which is slow, and the last comes after it."""
     async with whole_fleet(config, tmp_path, latency=Latency(decode_tokens_per_s=20)) as fleet:
         trainer = await fleet.trainer()
         old = await fleet.promoted(trainer)
-        turned = asyncio.Event()
+        turned, moved = asyncio.Event(), asyncio.Event()
 
         async def session(number: int) -> list[str]:
             versions = []
             for turn in range(3):
                 if turn == 1:
                     turned.set()
+                elif turn == 2:
+                    await moved.wait()
                 answer = await fleet.complete(
                     "run@v1", [number, turn, *PROMPT], max_tokens=12, ignore_eos=True, stream=stream
                 )
@@ -144,8 +158,9 @@ async def test_s09_sessions_pinned_to_a_version_finish_on_it(config: Config, tmp
         sessions = [asyncio.create_task(session(number)) for number in range(8)]
         await asyncio.wait_for(turned.wait(), 20)
         new = await fleet.promoted(trainer)
-        assert not any(task.done() for task in sessions)
+        await routers_know(fleet)
         assert (await fleet.complete("run")).headers["x-adaptersync-version"] == new
+        moved.set()
         for versions in await asyncio.gather(*sessions):
             assert set(versions) == {old}
 

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from adaptersync_core.config import Config
+from adaptersync_core.errors import AdapterInvalid
 from adaptersync_core.manifest import WEIGHTS_FILE
 from support.engines import BLOCK_SIZE, MAX_CPU_LORAS, Engine
 from support.tiny_model import HIDDEN, LAYERS
@@ -48,8 +49,8 @@ async def real(config: Config, engine: Engine, tmp_path: Path) -> AsyncIterator[
 
 @pytest.mark.parametrize(
     "shape",
-    [{"hidden": HIDDEN // 2}, {"hidden": 2 * HIDDEN}, {"layers": LAYERS + 1}, {"rank": 64}],
-    ids=["narrower", "wider", "layers the base lacks", "rank"],
+    [{"hidden": HIDDEN // 2}, {"hidden": 2 * HIDDEN}, {"layers": LAYERS + 1}],
+    ids=["narrower", "wider", "layers the base lacks"],
 )
 async def test_s06_what_does_not_fit_is_refused_and_the_server_lives(
     real: WholeFleet, engine: Engine, shape: dict[str, Any]
@@ -62,6 +63,14 @@ async def test_s06_what_does_not_fit_is_refused_and_the_server_lives(
     assert outcome.reason.startswith("replica-0: ")
     assert publication.adapter_id not in engine.listed()
     assert (await real.complete("run", TEXT)).json["model"] == old
+
+
+async def test_s06_a_rank_above_what_the_server_says_is_not_announced(real: WholeFleet, engine: Engine) -> None:
+    trainer = await real.trainer()
+    old = await real.promoted(trainer)
+    with pytest.raises(AdapterInvalid, match=r"rank 64 is above the limit"):
+        await real.publish(trainer, rank=64)
+    assert list(engine.listed()) == [old]
 
 
 async def test_s07_no_version_is_answered_from_the_cache_of_another(real: WholeFleet) -> None:

@@ -92,6 +92,21 @@ def test_the_same_training_keeps_everything() -> None:
     assert their_sync.ratio == pytest.approx(3.0)
 
 
+def test_steps_between_two_syncs_say_nothing_of_one() -> None:
+    of_a_sync = {"sync_s", "save_s", "pause_s", "promotion_wait_s"}
+
+    def every_second(seed: int) -> tuple[dict[str, Any], ...]:
+        steps = lines(seed)
+        return tuple(
+            step if number % 2 else {k: v for k, v in step.items() if k not in of_a_sync}
+            for number, step in enumerate(steps)
+        )
+
+    found = result(steps=every_second)
+    assert broken(found) == []
+    assert len(found.figures[0].samples_s) == 2 * (STEPS // 2)
+
+
 @pytest.mark.parametrize(
     ("changes", "names"),
     [

@@ -127,6 +127,6 @@ def test_so_is_a_rollout_loop_as_its_process_starts(
 
     monkeypatch.setattr(seams._AsyncRolloutLoop, "__init__", another)
     arguments = tmp_path / "arguments"
-    arguments.write_bytes(pickle.dumps({}))
+    arguments.write_bytes(pickle.dumps({"key_file": ""}))
     with pytest.raises(ConfigError, match=rf"has no RolloutLoop\(\)\._counters; {INSTALL}"):
         process.RolloutLoop(arguments=str(arguments))

@@ -49,6 +49,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     replicas: int = 2
     seed: int = 0
     max_staleness: int = 2
+    sync_steps: int = 2
 
 
 class Ran(Struct, frozen=True, kw_only=True):
@@ -74,12 +75,17 @@ class Ran(Struct, frozen=True, kw_only=True):
 
     def of_own(self) -> list[float]:
         """Of the same steps, what the sync took without its wait for the fleet, if it has one."""
-        return [step["sync_s"] - step.get("promotion_wait_s", 0.0) for step in self.steps[1:] or self.steps]
+        return [
+            step["sync_s"] - step.get("promotion_wait_s", 0.0)
+            for step in self.steps[1:] or self.steps
+            if "sync_s" in step  # not every step is followed by one
+        ]
 
 
 class Told(Struct, frozen=True, kw_only=True):
-    """What one way came to over all its runs. Seconds are means of a step; `paused_s` is for how long its servers
-    answered nobody; `other_s` is what a sync takes beside its save, `own_s` all of it but its wait for the fleet."""
+    """What one way came to over all its runs. Seconds are means of a step, or of a sync; `paused_s` is for how long its
+    servers answered nobody; `other_s` is what a sync takes beside its save, `own_s` all of it but its wait for the
+    fleet."""
 
     reward: list[float]
     ratio: Spread
@@ -200,6 +206,7 @@ class Bench:
             "--out": directory / "train",
             "--seed": seed,
             "--max-staleness": self._settings.max_staleness,
+            "--sync-steps": self._settings.sync_steps,
         }
         return [str(part) for pair in given.items() for part in pair]
 

@@ -248,13 +248,8 @@ def engine(
 @click.option("--repeats", type=click.IntRange(1, 100), default=2, show_default=True, help="Trainings by each way.")
 @click.option("--replicas", type=click.IntRange(1, 16), default=2, show_default=True, help="vLLM servers of ours.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the first; then one more each.")
-@click.option(
-    "--max-staleness",
-    type=click.IntRange(0, 16),
-    default=2,
-    show_default=True,
-    help="As TRL's setting: how many versions old a sample may be.",
-)
+@click.option("--max-staleness", type=click.IntRange(0, 16), default=2, show_default=True, help="As TRL's setting.")
+@click.option("--sync-steps", type=click.IntRange(1, 100), default=2, show_default=True, help="From sync to sync.")
 @click.option(
     "--models",
     type=click.Path(file_okay=False, path_type=Path),
@@ -277,6 +272,7 @@ def training(
     replicas: int,
     seed: int,
     max_staleness: int,
+    sync_steps: int,
     models: Path,
     png: Path,
     keep: Path | None,
@@ -301,7 +297,12 @@ def training(
     from adaptersync_tools.bench.training_report import draw, show_more
 
     settings = measured.Settings(
-        steps=steps, repeats=repeats, replicas=replicas, seed=seed, max_staleness=max_staleness
+        steps=steps,
+        repeats=repeats,
+        replicas=replicas,
+        seed=seed,
+        max_staleness=max_staleness,
+        sync_steps=sync_steps,
     )
     with workplace(keep, in_memory=True) as (directory, narrator):
         result = measured.run(settings, base_model(models, directory, narrator), directory, narrator)

@@ -139,6 +139,7 @@ def _trainer(options: argparse.Namespace, on_cpu: bool) -> Any:
         num_generations=GENERATIONS,
         max_completion_length=lesson.answer_tokens,
         max_staleness=options.max_staleness,
+        weight_sync_steps=options.sync_steps,
         max_inflight_tasks=lesson.samples,
         queue_maxsize=lesson.samples,  # one step's worth: a sample that waits longer only gets stale
         token_budget=0,
@@ -190,6 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, help="by default the lesson's own")
     parser.add_argument("--max-staleness", type=int, default=2)
+    parser.add_argument("--sync-steps", type=int, default=1, help="steps from one sync to the next")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:

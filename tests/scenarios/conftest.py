@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from adaptersync_core.config import Config
 from adaptersync_tools.servers import Role
+from support import trainers
 from support.redis_servers import RedisServers
 from support.whole_fleet import WholeFleet, fleet_config, whole_fleet
 
@@ -29,3 +31,13 @@ async def fleet(config: Config, tmp_path: Path) -> AsyncIterator[WholeFleet]:
     """Two replicas, one coordinator, one router; run "run" keeps one version beside the current one."""
     async with whole_fleet(config, tmp_path) as fleet:
         yield fleet
+
+
+@pytest.fixture(scope="module")
+def trl() -> ModuleType:
+    return trainers.load_trl()
+
+
+@pytest.fixture(scope="module")
+def base(trl: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trainers.tiny_model(tmp_path_factory.mktemp("base"))

@@ -13,6 +13,7 @@ from adaptersync.trainer.answers import Answer, Verdict, judge
 from adaptersync_core.config import Config
 from adaptersync_core.errors import Fenced
 from adaptersync_tools.demo.trl_calls import ScriptedTRL
+from support.starting import PARTS, start_part
 from support.wait import wait_until
 from support.whole_fleet import WholeFleet, whole_fleet
 
@@ -164,8 +165,6 @@ async def _said(fleet: WholeFleet, version: str) -> bool:
 
 # 28: trainer and fleet restart, and each waits for the other
 
-PARTS = ("coordinator", "replicas", "router", "trainer")
-
 
 @pytest.mark.parametrize("order", list(permutations(PARTS)), ids="-".join)
 async def test_s28_any_order_of_start_comes_to_a_first_rollout(
@@ -174,17 +173,11 @@ async def test_s28_any_order_of_start_comes_to_a_first_rollout(
     async with whole_fleet(config, tmp_path, start=False) as fleet:
         publications = []
         for part in order:
-            match part:
-                case "coordinator":
-                    fleet.start_coordinator()
-                case "replicas":
-                    for replica in fleet.replicas.values():
-                        await replica.start()
-                case "router":
-                    await fleet.start_router()
-                case "trainer":
-                    trainer = await fleet.trainer()
-                    publications.append(await fleet.publish(trainer))
+            if part == "trainer":
+                trainer = await fleet.trainer()
+                publications.append(await fleet.publish(trainer))
+            else:
+                await start_part(fleet, part)
         (publication,) = publications
         assert (await fleet.outcome(publication)).state == "current"
         assert await _first_served(fleet) == publication.adapter_id
@@ -220,16 +213,10 @@ async def test_s28_whatever_restarts_the_run_goes_on(fleet: WholeFleet, restarte
             case "trainer":
                 await asyncio.to_thread(trainer.close)
     for part in restarted:
-        match part:
-            case "coordinator":
-                fleet.start_coordinator()
-            case "replicas":
-                for replica in fleet.replicas.values():
-                    await replica.start()
-            case "router":
-                await fleet.start_router()
-            case "trainer":
-                trainer = await fleet.trainer()
+        if part == "trainer":
+            trainer = await fleet.trainer()
+        else:
+            await start_part(fleet, part)
     assert await _first_served(fleet) == name  # what was current is, until the next one
     name = await fleet.promoted(trainer)
     await wait_until(lambda: _serves(fleet, name), timeout_s=20)

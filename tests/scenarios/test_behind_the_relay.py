@@ -22,6 +22,7 @@ from adaptersync_core.events import ReplicaAcked
 from adaptersync_core.manifest import CONFIG_FILE, WEIGHTS_FILE
 from adaptersync_core.records import Request
 from adaptersync_tools.demo.trl_calls import ScriptedTRL, TrainingDied
+from support.starting import PARTS, start_part
 from support.wait import wait_until
 from support.whole_fleet import WholeFleet, whole_fleet
 
@@ -150,8 +151,6 @@ async def test_s23_each_name_is_of_the_bytes_that_were_there_when_it_was_loaded(
 
 # 28: trainer and fleet restart, and each waits for the other
 
-PARTS = ("coordinator", "replicas", "router", "trainer")
-
 
 @pytest.mark.parametrize("order", [order for order in permutations(PARTS) if order[-1] != "trainer"][::4], ids="-".join)
 async def test_s28_trl_waits_for_what_starts_after_it(config: Config, tmp_path: Path, order: tuple[str, ...]) -> None:
@@ -162,18 +161,12 @@ async def test_s28_trl_waits_for_what_starts_after_it(config: Config, tmp_path: 
         async with fleet.relay() as url:
             training: asyncio.Task[tuple[str, str]] | None = None
             for part in order:
-                match part:
-                    case "coordinator":
-                        fleet.start_coordinator()
-                    case "replicas":
-                        for replica in fleet.replicas.values():
-                            await replica.start()
-                    case "router":
-                        await fleet.start_router()
-                    case "trainer":
-                        training = asyncio.create_task(first_rollout(url, fleet))
-                        await asyncio.sleep(0.2)  # it asks, and nothing is there
-                        assert not training.done()
+                if part == "trainer":
+                    training = asyncio.create_task(first_rollout(url, fleet))
+                    await asyncio.sleep(0.2)  # it asks, and nothing is there
+                    assert not training.done()
+                else:
+                    await start_part(fleet, part)
             assert training is not None
             assert await asyncio.wait_for(training, 30) == (await fleet.current(), "")
 

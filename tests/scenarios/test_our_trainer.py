@@ -26,16 +26,6 @@ from support.whole_fleet import WholeFleet, whole_fleet
 pytestmark = [pytest.mark.trl, pytest.mark.filterwarnings("default"), pytest.mark.timeout(240)]
 
 
-@pytest.fixture(scope="module")
-def trl() -> ModuleType:
-    return trainers.load_trl()
-
-
-@pytest.fixture(scope="module")
-def base(trl: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trainers.tiny_model(tmp_path_factory.mktemp("base"))
-
-
 @pytest.fixture(autouse=True)
 def cpu(trl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     trainers.on_cpu(monkeypatch)

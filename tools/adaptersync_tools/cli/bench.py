@@ -231,7 +231,10 @@ def engine(
 @click.option("--replicas", type=click.IntRange(1, 16), default=2, show_default=True, help="vLLM servers of ours.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the first; then one more each.")
 @click.option("--max-staleness", type=click.IntRange(0, 16), default=2, show_default=True, help="As TRL's setting.")
-@click.option("--sync-steps", type=click.IntRange(1, 100), default=2, show_default=True, help="From sync to sync.")
+@click.option("--sync-steps", type=click.IntRange(1, 100), default=1, show_default=True, help="From sync to sync.")
+@click.option(
+    "--prompts", type=click.IntRange(1, 1024), default=64, show_default=True, help="Of a step, 8 answers each."
+)
 @click.option(
     "--models",
     type=click.Path(file_okay=False, path_type=Path),
@@ -255,6 +258,7 @@ def training(
     seed: int,
     max_staleness: int,
     sync_steps: int,
+    prompts: int,
     models: Path,
     png: Path,
     keep: Path | None,
@@ -285,6 +289,7 @@ def training(
         seed=seed,
         max_staleness=max_staleness,
         sync_steps=sync_steps,
+        prompts=prompts,
     )
     with workplace("bench", keep, in_memory=True) as (directory, narrator):
         result = measured.run(settings, base_model(models, directory, narrator), directory, narrator)

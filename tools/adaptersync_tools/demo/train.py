@@ -122,6 +122,7 @@ def _trainer(options: argparse.Namespace, on_cpu: bool) -> Any:
     from adaptersync.trainer.seams import AsyncGRPOConfig, AsyncGRPOTrainer
 
     lesson = LESSONS[options.lesson]
+    samples = options.prompts * GENERATIONS if options.prompts else lesson.samples
     reward = options.reward or lesson.reward
     problems = draw("train", PROBLEMS, seed=100 + options.seed)
     dataset = Dataset.from_dict(
@@ -135,13 +136,13 @@ def _trainer(options: argparse.Namespace, on_cpu: bool) -> Any:
         max_steps=options.steps,
         seed=options.seed,
         learning_rate=options.learning_rate or lesson.learning_rate,
-        per_device_train_batch_size=lesson.samples,
+        per_device_train_batch_size=samples,
         num_generations=GENERATIONS,
         max_completion_length=lesson.answer_tokens,
         max_staleness=options.max_staleness,
         weight_sync_steps=options.sync_steps,
         max_inflight_tasks=lesson.samples,
-        queue_maxsize=lesson.samples,  # one step's worth: a sample that waits longer only gets stale
+        queue_maxsize=samples,  # one step's worth: a sample that waits longer only gets stale
         token_budget=0,
         gradient_checkpointing=False,
         use_cpu=on_cpu,
@@ -189,6 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lesson", choices=sorted(LESSONS), default="carry")
     parser.add_argument("--reward", choices=get_args(rewards.RewardName), help="by default the lesson's own")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompts", type=int, help=f"of a step, {GENERATIONS} answers each; by default the lesson's")
     parser.add_argument("--learning-rate", type=float, help="by default the lesson's own")
     parser.add_argument("--max-staleness", type=int, default=2)
     parser.add_argument("--sync-steps", type=int, default=1, help="steps from one sync to the next")

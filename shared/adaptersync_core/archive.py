@@ -26,7 +26,7 @@ from adaptersync_core.archived import TABLES, Record
 from adaptersync_core.chain import FIRST, Chain, File, FilePath, Head, Link, place, put, unwritten
 from adaptersync_core.errors import ConfigError, NameInvalid, StoreError
 from adaptersync_core.identity import check_name
-from adaptersync_core.store import make_directory
+from adaptersync_core.store import ARCHIVE, make_directory
 
 NO_RUN = "__HIVE_DEFAULT_PARTITION__"  # what readers of partitions take for none
 
@@ -73,7 +73,7 @@ class Archive(Chain):
 
     def __init__(self, store: Path, group: str, table: str) -> None:
         require()
-        super().__init__(store / ".ledger" / check_name("group", group) / table)
+        super().__init__(store / ARCHIVE / check_name("group", group) / table)
         self.table = TABLES[table]
 
     def write(self, records: Sequence[Record], head: Head | None, **more: Any) -> Head | None:

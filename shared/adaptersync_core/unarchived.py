@@ -6,7 +6,6 @@ Workers note it with each drain. So whoever leads, or looks, sees that none is a
 from __future__ import annotations
 
 from adaptersync_core.config import Config
-from adaptersync_core.errors import ControlError, ControlUnavailable
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import RedisClient
 
@@ -26,19 +25,14 @@ async def note(client: RedisClient, keys: Keys, table: str, entry: str) -> None:
 async def unarchived_s(client: RedisClient, keys: Keys, config: Config) -> float | None:
     """Age of the oldest entry that is not archived, by the server's clock; 0: there is none.
 
-    None where nothing is to be archived, and for who may not look: agents and routers.
+    None where nothing is to be archived. ControlError for who may not look: agents and routers.
     """
     if not config.jobs.ledger_s:
         return None
     streams = {"rollouts": keys.rollouts, "fates": keys.fates, "events": keys.events}
-    try:
-        time, done = await client.pipeline([("TIME",), ("HGETALL", keys.archived)])
-        first = await client.pipeline(
-            [("XRANGE", stream, f"({done.get(name, '0-0')}", "+", "COUNT", 1) for name, stream in streams.items()]
-        )
-    except ControlUnavailable:
-        raise
-    except ControlError:
-        return None
+    time, done = await client.pipeline([("TIME",), ("HGETALL", keys.archived)])
+    first = await client.pipeline(
+        [("XRANGE", stream, f"({done.get(name, '0-0')}", "+", "COUNT", 1) for name, stream in streams.items()]
+    )
     began = [int(entries[0][0].partition("-")[0]) / 1000 for entries in first if entries]
     return max(0.0, time[0] + time[1] / 1e6 - min(began)) if began else 0.0

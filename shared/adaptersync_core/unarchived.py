@@ -9,12 +9,12 @@ from adaptersync_core.config import Config
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import RedisClient
 
-LATE_S = 900.0  # beyond jobs.ledger_s: a worker may have another job in hand, or begin again
+DRAIN_LATE_S = 900.0  # beyond jobs.ledger_s: a worker may have another job in hand, or begin again
 
 
 def late_s(config: Config) -> float:
     """The age from which an entry that is not archived is a problem."""
-    return config.jobs.ledger_s + LATE_S
+    return config.jobs.ledger_s + DRAIN_LATE_S
 
 
 async def note(client: RedisClient, keys: Keys, table: str, entry: str) -> None:

@@ -16,7 +16,7 @@ from adaptersync_core.config import Config
 from adaptersync_core.metrics import Metrics
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
-from adaptersync_core.unarchived import LATE_S, unarchived_s
+from adaptersync_core.unarchived import DRAIN_LATE_S, unarchived_s
 from support.ledger import Writer, config_of, row
 from support.wait import wait_until
 
@@ -65,7 +65,7 @@ async def test_what_is_archived_and_still_there_is_no_problem(config: Config, wr
 
 async def test_what_is_late_is_counted_from_when_it_is_due(config: Config, writer: Writer) -> None:
     hourly = replace(config, jobs=replace(config.jobs, ledger_s=3600.0))
-    await aged(writer, LATE_S + 1800)
+    await aged(writer, DRAIN_LATE_S + 1800)
     assert len(await said(writer, config)) == 1
     assert await said(writer, hourly) == []
 

@@ -138,6 +138,7 @@ async def test_what_comes_is_archived_whatever_lies_among_the_notes(
         await writer.rows([row(f"r-{n}")])
         await drain(config)
     shutil.rmtree(archive.root / ".chain" / "000000" / "000000001")
+    (archive.root / "run=a" / "day=2026-01-01").mkdir(parents=True)
     (archive.root / ".chain" / "000000000-0.noted").write_bytes(note)
     await writer.rows([row("r-2")])
     with monkeypatch.context() as dying:

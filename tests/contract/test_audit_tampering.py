@@ -277,6 +277,20 @@ async def test_files_that_are_merged_meanwhile_are_not_missed(honest: Archive) -
     assert [line.rpartition(" is ")[2] for line in read.files(honest, before)] == ["missing, with 2 rows"]
 
 
+async def test_a_link_that_is_torn_meanwhile_is_a_line(honest: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at the chain and the one at its files."""
+    pending = honest.pending
+
+    def torn() -> set[str]:
+        link_torn(honest)
+        return pending()
+
+    file_copied(honest)
+    monkeypatch.setattr(honest, "pending", torn)
+    (line,) = read.contradictions(honest, {}, read.Ends())
+    assert line.startswith("rollouts: link of the ledger's chain cannot be read")
+
+
 async def test_a_list_of_files_that_was_changed_is_found(
     config: Config, honest: Archive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

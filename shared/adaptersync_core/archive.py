@@ -14,28 +14,35 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from adaptersync_core.archived import TABLES, Record
 from adaptersync_core.chain import FIRST, Chain, File, FilePath, Head, Link, place, put, unwritten
 from adaptersync_core.errors import ConfigError, NameInvalid, StoreError
 from adaptersync_core.identity import check_name
-from adaptersync_core.store import make_directory
+from adaptersync_core.store import ARCHIVE, make_directory
 
 NO_RUN = "__HIVE_DEFAULT_PARTITION__"  # what readers of partitions take for none
+
+log = logging.getLogger(__name__)
 
 
 class Noted(Struct, frozen=True, kw_only=True):
     """What is being written for a link that is not there yet."""
 
-    number: int
+    number: Annotated[int, Meta(ge=1)]
     paths: tuple[FilePath, ...]
+
+
+def _own(noted: Noted) -> set[str]:
+    return {path for path in noted.paths if link_of(path) == noted.number}
 
 
 def span(path: str) -> tuple[str, str]:
@@ -73,7 +80,7 @@ class Archive(Chain):
 
     def __init__(self, store: Path, group: str, table: str) -> None:
         require()
-        super().__init__(store / ".ledger" / check_name("group", group) / table)
+        super().__init__(store / ARCHIVE / check_name("group", group) / table)
         self.table = TABLES[table]
 
     def write(self, records: Sequence[Record], head: Head | None, **more: Any) -> Head | None:
@@ -173,22 +180,42 @@ class Archive(Chain):
         head = self.head()
         number = head.link.number if head else 0
         for note, noted in self._notes():
-            if noted.number <= number:  # what is not there yet may be somebody's who is at it
+            if noted.number > number:
+                continue  # what is not there yet may be somebody's who is at it
+            try:
                 self._discard(noted)
                 note.unlink(missing_ok=True)
+            except (OSError, StoreError) as error:
+                log.error("what a death left stays: %s: %s", note, error)
 
     def pending(self) -> set[str]:
-        """Files that somebody writes, or left as he died: `tidy` removes what becomes of no link."""
-        return {path for _, noted in self._notes() for path in noted.paths if link_of(path) == noted.number}
+        """Files that somebody writes, or left as he died: `tidy` removes what becomes of no link.
+
+        A note of a link beyond the next one is not believed: `tidy` would not come to it, and the file might stay.
+        """
+        notes = [noted for _, noted in self._notes()]
+        head = self.head()  # later than the notes: who wrote one had read the link before
+        number = head.link.number if head else 0
+        found: set[str] = set()
+        for noted in notes:
+            if noted.number == number + 1:
+                found.update(_own(noted))
+            elif noted.number <= number:
+                with contextlib.suppress(StoreError):  # its link is gone
+                    found.update(self._left(noted))
+        return found
 
     def _notes(self) -> Iterator[tuple[Path, Noted]]:
+        """Those that can be read; another keeps nobody from archiving, and hides no file."""
         for note in sorted(self._chain.glob("*.noted")):
             try:
-                yield note, msgspec.json.decode(note.read_bytes(), type=Noted)
+                noted = msgspec.json.decode(note.read_bytes(), type=Noted)
             except FileNotFoundError:
                 continue  # another tidies, too
-            except msgspec.MsgspecError as error:
-                raise StoreError(f"note of the ledger cannot be read: {error}", path=str(note)) from error
+            except (OSError, msgspec.MsgspecError) as error:
+                log.error("note of the ledger cannot be read, and does not count: %s: %s", note, error)
+                continue
+            yield note, noted
 
     def _add(self, link: Link, first: str, last: str, parts: Mapping[str, Any]) -> Head | None:
         """Write a table a directory, and the link that names them."""
@@ -225,10 +252,13 @@ class Archive(Chain):
             raise unwritten(error, self.root) from error
 
     def _discard(self, noted: Noted) -> None:
-        link = self.link(noted.number)
-        left = {path for path in noted.paths if link_of(path) == link.number} - {file.path for file in link.files}
-        for path in left | set(link.replaces):
+        for path in self._left(noted):
             (self.root / path).unlink(missing_ok=True)
+
+    def _left(self, noted: Noted) -> set[str]:
+        """What was written for a link that is there and did not become part of it, and what that one replaced."""
+        link = self.link(noted.number)
+        return _own(noted) - {file.path for file in link.files} | set(link.replaces)
 
     def _of_records(self, records: Sequence[Record]) -> Any:
         import pyarrow as pa

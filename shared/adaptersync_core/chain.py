@@ -32,9 +32,9 @@ LINK = "link.json"
 FILES = "files.json"
 SHARD = 1000  # links in one directory, and from one list of all files to the next
 FIRST = "0-0"  # before every entry of a stream
-LATE_S = 120.0  # how long a row may be on its way to Redis while others are written
+ROW_LATE_S = 120.0  # how long a row may be on its way to Redis while others are written
 
-FilePath = Annotated[str, Meta(pattern=r"\Arun=[^/\x00]+/day=[0-9-]+/[^/\x00]+\.parquet\Z")]
+FilePath = Annotated[str, Meta(pattern=r"\Arun=[^/\x00]+/day=[0-9-]+/[^/\x00]+\.parquet\Z", max_length=1000)]
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from msgspec import Struct
 
 from adaptersync_core.queue import ROUNDS, evaluation_id, job_id, last_line, queue_name
-from adaptersync_core.redis import RedisClient
+from adaptersync_core.redis import RedisClient, unless_refused
 
 MOST = 10
 FAILED, JOB, RESULTS, ASKED = "rq:failed:", "rq:job:", "rq:results:", "rq:cron_jobs"
@@ -46,12 +46,14 @@ async def round_states(client: RedisClient, group: str) -> list[RoundState]:
 
 
 async def unasked(client: RedisClient, group: str, adapter_ids: Collection[str]) -> frozenset[str]:
-    """Of versions at the gate those about which no worker has begun to ask its function."""
+    """Of versions at the gate those about which no worker has begun to ask its function.
+
+    None where rq's keys cannot be read: others write them, and no more hangs on it than the words of a reason.
+    """
     if not adapter_ids:
         return frozenset()
-    begun = await client.pipeline(
-        [("HGET", f"{JOB}{evaluation_id(group, name)}", "started_at") for name in adapter_ids]
-    )
+    reads = [("HGET", f"{JOB}{evaluation_id(group, name)}", "started_at") for name in adapter_ids]
+    begun = await unless_refused(client.pipeline(reads), ["unknown"] * len(reads))
     return frozenset(name for name, at in zip(adapter_ids, begun, strict=True) if not at)
 
 

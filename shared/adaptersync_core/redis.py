@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import redis.asyncio
 from redis.asyncio.retry import Retry
@@ -35,6 +35,7 @@ CONNECT_TIMEOUT_S = 3.0
 POOL_LIMIT = 32  # connections of one process to one server
 PASSING = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "TRYAGAIN", "BUSY")  # refusals that end without anybody's doing
 
+T = TypeVar("T")
 Argument = str | bytes | int | float
 Entry = tuple[str, dict[str, str]]
 
@@ -114,6 +115,16 @@ class RedisClient:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+async def unless_refused(asked: Awaitable[T], otherwise: T) -> T:
+    """What was asked, or `otherwise` where the server refuses it: for what not everybody may see."""
+    try:
+        return await asked
+    except ControlUnavailable:
+        raise
+    except ControlError:
+        return otherwise
 
 
 def rq_connection(url: str) -> redis.Redis:

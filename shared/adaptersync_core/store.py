@@ -27,6 +27,7 @@ from adaptersync_core.manifest import CHUNK, MANIFEST_FILE, MANIFEST_LIMIT, File
 
 FILE_MODE = 0o644  # readable by the serving side whatever user it runs as; safetensors writes 0600
 DIRECTORY_MODE = 0o755
+JOURNAL, ARCHIVE = ".coordinator", ".ledger"  # beside the runs: what coordinators write, and what workers write
 SHARED_MODE = 0o2775  # of runs and versions, where the store is a group's: whoever of it removes one must be let in
 STAGING_S = 86400.0  # a publication that began so long ago is not on its way any more
 _STAGING, _REMOVED = ".staging-", ".removed-"  # hidden beside the versions

@@ -73,7 +73,7 @@ async def test_the_end_is_judged_by_when_everything_was_read(
     config: Config, writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rollout comes any more."""
-    monkeypatch.setattr(verify, "LATE_S", 1.0)
+    monkeypatch.setattr(verify, "ROW_LATE_S", 1.0)
     now = (await writer.client.command("TIME"))[0] * 1000
     await writer.rows([refused("aa-1"), refused("aa-3")], entry=f"{now - 8000}-*")
     await writer.client.command("XADD", writer.keys.fates, f"{now - 7000}-0", *write_fates(FATE))
@@ -86,7 +86,7 @@ async def test_the_end_is_judged_by_when_everything_was_read(
 async def test_a_fate_is_no_rollout_though_there_never_was_a_row(
     config: Config, writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "LATE_S", 1.0)
+    monkeypatch.setattr(verify, "ROW_LATE_S", 1.0)
     now = (await writer.client.command("TIME"))[0] * 1000
     await writer.client.command("XADD", writer.keys.fates, f"{now - 9000}-0", *write_fates(FATE))
     assert await told(config, writer) == ["aa-9: its trainer says trained, and no row tells of it"]

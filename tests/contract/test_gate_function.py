@@ -23,7 +23,7 @@ from adaptersync.jobs.gate import Candidate, ask, evaluate_version
 from adaptersync_core.config import Config, RedisSection, RouterSection
 from adaptersync_core.job_records import unasked
 from adaptersync_core.keys import Keys
-from adaptersync_core.queue import Jobs, job_id, queue_name
+from adaptersync_core.queue import Jobs, evaluation_id, job_id, queue_name
 from adaptersync_core.records import VersionRecord
 from adaptersync_core.redis import rq_connection
 from support.artifacts import manifest_of, small_adapter
@@ -169,6 +169,28 @@ async def test_without_a_worker_the_time_ends_too_and_an_operator_decides(group:
         assert await held() == f"support.gates:sleeps has not said in 0.5 s, for {UNASKED}"
         # what is held is not asked about any more
         assert await asyncio.to_thread(_evaluate, group.config, publication.adapter_id) == "waits no more"
+
+
+@pytest.mark.parametrize("group", [("sleeps", {"gate_timeout_s": 1.0})], indirect=True)
+async def test_what_others_write_among_rqs_keys_stops_nobody_who_decides(group: Group) -> None:
+    async with publishing(group.config) as publisher:
+        publication = await asyncio.to_thread(publisher.publish, group.adapter())
+        job = f"rq:job:{evaluation_id('group', publication.adapter_id)}"
+
+        async def at_the_gate() -> str:
+            version = (await group.registry.table()).versions.get(publication.adapter_id)
+            return version.state if version else ""
+
+        await wait_until(lambda: _is(at_the_gate, "ready"))
+        await group.registry.client.command("DEL", job)
+        await group.registry.client.command("SET", job, "a worker's, or an operator's")
+
+        async def held() -> str:
+            return (await group.registry.table()).versions[publication.adapter_id].held
+
+        await wait_until(held)
+        assert await held() == "support.gates:sleeps has not said in 1 s"  # and not why: that cannot be read
+        assert (await look(group.registry, group.config))[1].waits
 
 
 @pytest.mark.parametrize("group", [("sleeps", {})], indirect=True)

@@ -24,7 +24,6 @@ from adaptersync_core.redis import RedisClient
 from adaptersync_core.rollouts import OPEN
 from support.ledger import GROUP, RUN, VERSION, Writer, acked, archived, config_of, promoted, row
 from support.redis_servers import KINDS
-from support.wait import wait_until
 
 
 @pytest.fixture
@@ -313,57 +312,6 @@ async def test_what_one_run_cannot_merge_the_next_one_does(
     links = len(list(Archive(store, GROUP, "rollouts").links()))
     await drain(config)
     assert len(list(Archive(store, GROUP, "rollouts").links())) == links
-
-
-async def test_a_table_that_is_not_read_to_its_end_holds_up_what_rests_on_it(
-    config: Config, store: Path, writer: Writer, small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger, "BATCHES", 3)
-    await writer.rows([row(f"r-{n:x}") for n in range(20)])
-    await writer.events(promoted())
-    await drain(config)
-    assert (len(archived(store)), archived(store, "events")) == (18, [])
-    await drain(config)
-    assert (len(archived(store)), len(archived(store, "events"))) == (20, 1)
-
-
-async def test_events_tell_where_the_others_end_even_when_none_comes(
-    config: Config, store: Path, writer: Writer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rollouts, events = Archive(store, GROUP, "rollouts"), Archive(store, GROUP, "events")
-
-    def told() -> tuple[int, str, int, int]:
-        head = events.head()
-        assert head is not None
-        beside = {each.table: each for each in head.link.beside}["rollouts"]
-        return beside.number, beside.sha256, beside.until, head.link.number
-
-    def ends() -> tuple[int, str]:
-        head = rollouts.head()
-        assert head is not None
-        return head.link.number, head.sha256
-
-    now = (await writer.client.command("TIME"))[0] * 1000
-    await writer.rows([row("a")])
-    await drain(config)
-    assert told()[:2] == ends()
-    assert now <= told()[2] < now + 60_000
-    await writer.rows([row("b")])
-    await drain(config)
-    assert told()[:2] == ends()
-    entry = await writer.client.command("XREVRANGE", writer.keys.rollouts, "+", "-", "COUNT", 1)
-    last_ms = int(entry[0][0].partition("-")[0])
-    monkeypatch.setattr(ledger, "LATE_S", 0.0)
-    await wait_until(lambda: _passed(writer, last_ms))
-    await drain(config)
-    assert told()[2] > last_ms  # nothing came for so long
-    number = told()[3]
-    await drain(config)
-    assert told()[3] == number  # nothing to say
-
-
-async def _passed(writer: Writer, milliseconds: int) -> bool:
-    return bool((await writer.client.command("TIME"))[0] * 1000 > milliseconds)
 
 
 async def test_what_a_death_left_is_archived_later_and_stays(

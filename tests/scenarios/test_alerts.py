@@ -322,8 +322,8 @@ def test_jobs_fail(config: Config, tmp_path: Path) -> None:
 
 
 async def test_the_ledger_is_not_archived(seen: Watched) -> None:
-    pytest.importorskip("pyarrow")
     """Nor does any worker run: the coordinator tells it."""
+    pytest.importorskip("pyarrow")
     name, shorter = "AdapterSyncArchiveLag", {"max(adaptersync_coordinator_archive_late_seconds)": "1.5"}
     version = await seen.fleet.promoted(await seen.fleet.trainer())
     await seen.fleet.complete(version)

@@ -17,7 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from adaptersync_core import scaling
-from adaptersync_core.errors import AdapterSyncError, ControlError
+from adaptersync_core.errors import ControlError, EngineError
 from adaptersync_core.keys import Keys
 from adaptersync_core.records import Fleet
 from adaptersync_core.redis import RedisClient
@@ -177,19 +177,22 @@ class Keeper:
 
 
 async def _idle(registry: Registry, replica: str, url: str, *, limit_s: float) -> bool:
-    """Until nobody asks an engine any more, and it is idle; False when that took too long."""
+    """Until nobody asks an engine any more, and it is idle; False when that took too long.
+
+    ControlError while Redis cannot be asked: routers go on by their last table, and may send it something yet.
+    """
     deadline = time.monotonic() + limit_s
     since: int | None = None
     async with VllmClient(url) as engine:
         while time.monotonic() < deadline:
+            fleet = await registry.fleet()
+            member = fleet.table.members.get(replica)
+            if since is None and (member is None or member.state != "ready"):
+                since = fleet.table.generation
             try:
-                fleet = await registry.fleet()
-                member = fleet.table.members.get(replica)
-                if since is None and (member is None or member.state != "ready"):
-                    since = fleet.table.generation
                 if since is not None and let_go(fleet, replica, since) and not await engine.busy():
                     return True
-            except AdapterSyncError as error:
+            except EngineError as error:
                 log.warning("%s is let go of: %s", replica, error)
             await asyncio.sleep(LOOK_S)
     return False

@@ -29,7 +29,7 @@ from adaptersync.coordinator.recovery import (
 )
 from adaptersync_core.bus import Bell, ring_on_events
 from adaptersync_core.config import Config
-from adaptersync_core.errors import AdapterSyncError, Conflict, ControlError, Fenced, StoreGone
+from adaptersync_core.errors import AdapterSyncError, Conflict, ControlError, ControlUnavailable, Fenced, StoreGone
 from adaptersync_core.events import VersionPromoted, VersionReady, VersionRolledBack, VersionSuperseded
 from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.job_records import unasked
@@ -117,6 +117,7 @@ class Coordinator:
         self._term = secrets.token_hex(8)
         self._sightings = Sightings()
         self._leader = ""
+        self._blind_since: float | None = None  # to what is archived, by the monotonic clock
 
     @property
     def standing(self) -> str:
@@ -183,6 +184,7 @@ class Coordinator:
         self._figures.set("leading", leads)
         if not leads:
             self._figures.forget(*OF_THE_FLEET)
+            self._blind_since = None
 
     def _another_term(self) -> None:
         self._known = None
@@ -216,11 +218,25 @@ class Coordinator:
         if decision is None and first:
             decision = renewed(fleet, known.fates)
         if decision is None:
-            waits_s = await unarchived_s(client, self._registry.keys, self._config)
-            tell(self._figures, fleet, self._config, unarchived_s=waits_s)
+            tell(self._figures, fleet, self._config, unarchived_s=await self._unarchived_s())
             return False
         decision = replace(decision, table=replace(decision.table, incarnation=lease.incarnation))
         return await self._carry_out(decision, fleet, lease)
+
+    async def _unarchived_s(self) -> float | None:
+        """What it may not see is not archived, for all it knows: the alert must come where nobody can tell."""
+        try:
+            waits_s = await unarchived_s(self._registry.client, self._registry.keys, self._config)
+        except ControlUnavailable:
+            raise
+        except ControlError as error:
+            now = time.monotonic()
+            if self._blind_since is None:
+                self._blind_since = now
+                log.warning("cannot see whether the ledger is archived, and tells that it is not: %s", error)
+            return now - self._blind_since
+        self._blind_since = None
+        return waits_s
 
     async def _carry_out(self, decision: Decision, fleet: Fleet, lease: Leadership) -> bool:
         await asyncio.to_thread(self._journal.check)  # nothing is decided that could not be written down

@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from adaptersync_core.errors import StoreError
 from adaptersync_core.records import Decision, RunRecord, VersionRecord
-from adaptersync_core.store import DIRECTORY_MODE, sync_directory, write_durably
+from adaptersync_core.store import DIRECTORY_MODE, JOURNAL, sync_directory, write_durably
 from adaptersync_core.store_identity import check
 from adaptersync_core.table import Table
 
@@ -85,7 +85,7 @@ class Journal:
 
     def __init__(self, store: Path, group: str) -> None:
         self._store = store
-        self._directory = store / ".coordinator" / group
+        self._directory = store / JOURNAL / group
         self.store_id = ""  # what the group knows its store by; nothing: whatever is there
         self._path: Path | None = None
         self._number = 0

@@ -45,7 +45,7 @@ TABLE = (
     Metric(
         name="unarchived_seconds", kind="age",
         text="Since the oldest entry of the ledger or the events that is not in the store's archive; 0: none."
-        " Not told where jobs.ledger_s is 0",
+        " Where the coordinator may not see that, since it found out. Not told where jobs.ledger_s is 0",
     ),
     Metric(
         name="archive_late_seconds", kind="gauge",

@@ -19,11 +19,11 @@ from adaptersync.coordinator.waits import waits
 from adaptersync_core import scaling
 from adaptersync_core.bus import follow
 from adaptersync_core.config import Config
-from adaptersync_core.errors import ControlError, ControlUnavailable
-from adaptersync_core.job_records import JobFailure, job_failures, unasked
+from adaptersync_core.errors import ControlError
+from adaptersync_core.job_records import job_failures, unasked
 from adaptersync_core.queue import worker_host, workers_key
 from adaptersync_core.records import Fleet
-from adaptersync_core.redis import Entry, RedisClient
+from adaptersync_core.redis import Entry, RedisClient, unless_refused
 from adaptersync_core.registry import Registry
 from adaptersync_core.sightings import Sightings
 from adaptersync_core.unarchived import late_s, unarchived_s
@@ -36,25 +36,26 @@ LOOKED_UP = 8  # manifests in one go
 async def look(
     registry: Registry, config: Config, sightings: Sightings | None = None
 ) -> tuple[Fleet, views.StatusView]:
-    """The fleet as it is and what `status` says of it."""
+    """The fleet as it is and what `status` says of it; without what this user may not see."""
+    client, keys, group = registry.client, registry.keys, config.group.name
     fleet = await registry.fleet(sightings)
-    fleet = replace(fleet, unasked=await _unasked(registry, config, fleet))
+    fleet = replace(fleet, unasked=await unasked(client, group, gate.awaited(fleet.table, config)))
     served = [name for name in fleet.table.versions if fleet.table.routable(name)]
     fields = [record for _, record in await registry.records(served)]
     leader, left_s = await registry.leader()
     view = views.status(
         fleet,
-        group=config.group.name,
+        group=group,
         leader=leader,
         lease_left_s=left_s,
         alive_s=config.coordinator.alive_s,
         waits=waits(fleet, config),
         corrupt=views.corrupt(dict(zip(served, fields, strict=True))),
         cache_problem=await cache_problem(config.redis.cache_url),
-        scales=await scaling.asked(registry.client, registry.keys),
+        scales=await scaling.asked(client, keys),
         workers=await workers(registry),
-        failed_jobs=await _failed_jobs(registry, config),
-        unarchived_s=await unarchived_s(registry.client, registry.keys, config),
+        failed_jobs=await unless_refused(job_failures(client, group), []),
+        unarchived_s=await unless_refused(unarchived_s(client, keys, config), None),
         late_s=late_s(config),
     )
     return fleet, view
@@ -62,34 +63,13 @@ async def look(
 
 async def workers(registry: Registry) -> dict[str, int] | None:
     """How many take jobs, by host; None for who may not read the queue. Of those that died rq keeps the names."""
-    try:
-        names = await registry.client.command("SMEMBERS", workers_key(registry.keys.group))
-        names = [name for name in names if await registry.client.command("HGET", name, "last_heartbeat")]
-    except ControlUnavailable:
-        raise
-    except ControlError:
-        return None
-    return dict(Counter(worker_host(name) for name in names))
+    return await unless_refused(_workers(registry), None)
 
 
-async def _unasked(registry: Registry, config: Config, fleet: Fleet) -> frozenset[str]:
-    """None for who may not read rq's keys."""
-    try:
-        return await unasked(registry.client, config.group.name, gate.awaited(fleet.table, config))
-    except ControlUnavailable:
-        raise
-    except ControlError:
-        return frozenset()
-
-
-async def _failed_jobs(registry: Registry, config: Config) -> list[JobFailure]:
-    """None for who may not read rq's keys, as trainers and agents."""
-    try:
-        return await job_failures(registry.client, config.group.name)
-    except ControlUnavailable:
-        raise
-    except ControlError:
-        return []
+async def _workers(registry: Registry) -> dict[str, int] | None:
+    names = await registry.client.command("SMEMBERS", workers_key(registry.keys.group))
+    alive = await registry.client.pipeline([("HGET", name, "last_heartbeat") for name in names])
+    return dict(Counter(worker_host(name) for name, at in zip(names, alive, strict=True) if at))
 
 
 async def cache_problem(url: str) -> str:

@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from adaptersync_core.archive import Archive, day, span
 from adaptersync_core.archived import Record
-from adaptersync_core.chain import FIRST, LATE_S, Beside, File, Head, Link, place
+from adaptersync_core.chain import FIRST, ROW_LATE_S, Beside, File, Head, Link, place
 from adaptersync_core.config import Config, load_config
 from adaptersync_core.errors import ControlError, ControlUnavailable, StoreError
 from adaptersync_core.keys import Keys
@@ -71,7 +71,7 @@ def drain_ledger() -> str:
 async def drain(config: Config) -> Drained:
     """Archive what came since, of all tables; ControlError or StoreError when it could not, and nothing is lost.
 
-    StoreError, too, once a day and when all is done, where files are not what was archived: they are left as they are.
+    StoreError, too, when all is done, where files that were to be merged are not what was archived: these are left.
     """
     done = Drained()
     client = RedisClient(config.redis.control_url, name="ledger")
@@ -136,7 +136,7 @@ class Drain:
         self._kept_s = kept_s
 
     async def run(self) -> bool:
-        """Whether all that the stream had is archived."""
+        """Whether all that the stream had as this began is archived."""
         await asyncio.to_thread(self._archive.tidy)
         head = await asyncio.to_thread(self._archive.head)
         whole = False
@@ -154,7 +154,7 @@ class Drain:
         return whole
 
     async def _batch(self, head: Head | None) -> bool:
-        """Whether there may be more."""
+        """Whether there may be more. What came after the read is the next run's: or none would end while rows come."""
         present = await self._present()
         link = head.link if head else None
         again = link is not None and (
@@ -173,14 +173,14 @@ class Drain:
         written = await asyncio.to_thread(lambda: self._archive.write(records, head, **more))
         if written is not None:
             self._done.entries += written.link.entries
-        return bool(entries)
+        return len(entries) >= BATCH or (bool(entries) and written is None)  # another may have archived less
 
     def _untold(self, link: Link | None) -> bool:
         """Whether the chain does not tell yet where the others end, or that they are whole some time beyond that."""
         told = {each.table: each for each in link.beside} if link else {}
         for each in self._beside:
             before = told.get(each.table, Beside(table=each.table))
-            late_ms = place(each.highest)[0] + LATE_S * 1000
+            late_ms = place(each.highest)[0] + ROW_LATE_S * 1000
             if each.number and (before.number != each.number or before.until <= late_ms < each.until):
                 return True
         return False

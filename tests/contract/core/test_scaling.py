@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from adaptersync.coordinator.observer import workers
@@ -10,6 +13,7 @@ from adaptersync_core.errors import ControlError
 from adaptersync_core.queue import worker_name, workers_key
 from adaptersync_core.registry import Registry
 from adaptersync_core.scaling import HOSTS, UP, Scale
+from adaptersync_tools.cli import main
 from support.asking import insist
 
 FOUR = Scale(replicas=4, routers=2, workers=3, keeper=UP, most=8)
@@ -43,5 +47,27 @@ async def test_workers_are_counted_by_host(registry: Registry) -> None:
     await registry.client.command("SADD", workers_key(registry.keys.group), *names)
     for name in names[:-1]:  # the last one died, and rq has yet to notice
         await registry.client.command("HSET", name, "last_heartbeat", "2026-11-30T12:00:00.000000Z")
-    assert await workers(registry) == {"gpu-1": 2, "b.example.org": 1}
+    with pytest.MonkeyPatch.context() as patched:
+        trips: list[object] = []
+        for way in ("command", "pipeline"):
+            patched.setattr(registry.client, way, counted(getattr(registry.client, way), trips))
+        assert await workers(registry) == {"gpu-1": 2, "b.example.org": 1}
+    assert len(trips) == 2  # however many there are
     await registry.client.command("DEL", workers_key(registry.keys.group), *names)
+
+
+def counted(call: Callable[..., Any], calls: list[object]) -> Callable[..., Any]:
+    def counting(*arguments: object) -> Any:
+        calls.append(arguments)
+        return call(*arguments)
+
+    return counting
+
+
+def test_what_is_to_be_run_on_another_host_is_refused_there_no_more_than_here(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ADAPTERSYNC_REDIS__CONTROL_URL", redis_url)
+    monkeypatch.delenv("ADAPTERSYNC_CONFIG", raising=False)
+    assert main(["scale", "1", "--host", "gpu-2.example.org", "--force"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(": adaptersync scale 1 --force")

@@ -18,6 +18,7 @@ from adaptersync.router.app import serving as serving_router
 from adaptersync_core.config import Config
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import RedisClient
+from adaptersync_core.store_identity import PREFIX
 from adaptersync_core.table import Member, Table
 from adaptersync_core.vllm import EngineFacts
 from adaptersync_tools.cli import main
@@ -70,6 +71,31 @@ async def test_what_may_be_written_where(well: Host, monkeypatch: pytest.MonkeyP
     assert said(await look(well.config, "router"), "cannot be written to")
     found = await look(well.config, "agent")
     assert [finding.about for finding in found] == ["stage"]
+
+
+async def test_what_a_service_wrote_elsewhere_it_may_write_here(well: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root is its group's; what coordinators and workers keep in it is of one user, by number."""
+    journal, archive = (Path(well.config.store.path) / name for name in (".coordinator", ".ledger"))
+    own = journal / well.config.group.name
+    own.mkdir(parents=True)
+    archive.mkdir()
+    assert await look(well.config) == []
+    others = (own, archive)
+    real = directories._writable
+    monkeypatch.setattr(directories, "_writable", lambda directory: directory not in others and real(directory))
+    assert said(await look(well.config, "coordinator"), f"{own} cannot be written to")
+    assert said(await look(well.config, "worker"), f"{archive} cannot be written to")
+    assert await look(well.config, "trainer") == []
+
+
+async def test_a_store_that_is_new_has_what_systemd_made_in_it(well: Host) -> None:
+    store = Path(well.config.store.path)
+    (store / f"{PREFIX}0123").unlink()
+    for name in (".coordinator", ".ledger"):
+        (store / name).mkdir()
+    assert await look(well.config, "coordinator", "worker") == []
+    (store / "photo").touch()
+    assert said(await look(well.config, "worker"), "holds files and is no store")
 
 
 async def test_a_worker_has_what_it_archives_with(well: Host, monkeypatch: pytest.MonkeyPatch) -> None:

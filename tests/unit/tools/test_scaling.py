@@ -13,13 +13,13 @@ from msgspec.structs import replace
 from adaptersync.coordinator import views
 from adaptersync.coordinator.hosts import HostView, host_problems, hosts
 from adaptersync_core.config import load_config
-from adaptersync_core.errors import ControlError, NameInvalid
+from adaptersync_core.errors import ControlError, ControlUnavailable, NameInvalid
 from adaptersync_core.records import Fleet, ReplicaReport, RouterReport, SeenReplica, SeenRouter
 from adaptersync_core.scaling import SYSTEMD, UP, Scale, check
 from adaptersync_core.table import Member, Table
 from adaptersync_tools import keeper
 from adaptersync_tools.cli.scaling import check_floor, said, wanted
-from adaptersync_tools.keeper import Keeper, Step, let_go, next_step, possible
+from adaptersync_tools.keeper import Keeper, Step, _idle, let_go, next_step, possible
 from adaptersync_tools.systemd import scale as systemd
 
 HOST = "gpu-1"
@@ -177,6 +177,7 @@ def test_what_nobody_ever_asked_for_is_not_touched() -> None:
 def test_what_carries_a_wish_out_says_all_of_it() -> None:
     assert said(RUNNING) == ["adaptersync", "scale", "2", "--routers", "1", "--workers", "1"]
     assert said(Scale(routers=2)) == ["adaptersync", "scale", "--routers", "2"]
+    assert said(Scale(replicas=0), force=True) == ["adaptersync", "scale", "0", "--force"]
 
 
 def test_more_than_a_stack_can_do_is_not_tried() -> None:
@@ -302,6 +303,33 @@ def test_a_replica_that_could_not_be_let_go_of_is_by_the_next_look(monkeypatch: 
     assert keeping.follow() == Step("replicas", True)
     assert supervisor.retired == ["agent-1", "engine-1"]
     assert urls == {"replica-0": "http://a", "replica-1": "http://c"}
+
+
+def test_while_redis_is_away_no_engine_ends_under_routers_that_go_on_without_it() -> None:
+    """However long, and whatever an engine is given to become idle."""
+    supervisor = Supervisor("agent-0", "engine-0", "agent-1", "engine-1")
+    away = {"redis.control_url": "redis://127.0.0.1:1/0", "engine.drain_s": 5.0}
+    stack = SimpleNamespace(
+        supervisor=supervisor, engine_urls={"replica-0": "http://a", "replica-1": "http://b"},
+        config=load_config(environment={}, overrides=away),
+    )  # fmt: skip
+    keeping = Keeper(stack, HOST)  # type: ignore[arg-type]
+    with pytest.raises(ControlUnavailable):
+        keeping._take(Step("replicas", False))
+    assert keeping.follow() is None
+    assert supervisor.retired == ["agent-1"]
+
+
+async def test_an_engine_that_does_not_answer_is_not_waited_for_longer_than_one_that_does() -> None:
+    asked = []
+
+    async def gone() -> Fleet:
+        asked.append(True)
+        return fleet({})
+
+    registry = SimpleNamespace(fleet=gone)
+    assert not await _idle(registry, "a", "http://127.0.0.1:1", limit_s=0.3)  # type: ignore[arg-type]
+    assert len(asked) > 1
 
 
 def test_a_numbered_router_has_a_name_and_a_port_of_its_own() -> None:

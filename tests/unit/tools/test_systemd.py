@@ -207,6 +207,8 @@ def test_the_store_is_its_groups_and_what_others_keep_is_theirs_alone() -> None:
     places = render(CONFIG, HOST)["etc/tmpfiles.d/adaptersync.conf"]
     for place, whose in (
         (CONFIG.store.path, "3775 root adaptersync"),
+        (f"{CONFIG.store.path}/.coordinator", "0755 adaptersync-coordinator adaptersync"),
+        (f"{CONFIG.store.path}/.ledger", "0755 adaptersync-worker adaptersync"),
         (CONFIG.agent.stage_path, "0750 adaptersync-agent adaptersync-agent"),
         (CONFIG.router.spool_path, "0700 adaptersync-router adaptersync-router"),
     ):

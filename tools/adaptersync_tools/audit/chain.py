@@ -87,13 +87,12 @@ def contradictions(archive: Archive, noted: Mapping[int, str], ends: Ends) -> It
                 ends.take(name, beside)
             digests[number] = head.sha256[:DIGITS]
             expected, previous = number + 1, head.sha256
+        for number in sorted(missing):
+            yield f"{name}: link {number} was noted, and the chain ends at {expected - 1}"
+        ends.read(archive, digests)
+        yield from files(archive, live)
     except StoreError as error:
         yield f"{name}: {error}"
-        return
-    for number in sorted(missing):
-        yield f"{name}: link {number} was noted, and the chain ends at {expected - 1}"
-    ends.read(archive, digests)
-    yield from files(archive, live)
 
 
 def _listed(archive: Archive, link: Link, path: Path, live: Mapping[str, File]) -> Iterator[str]:

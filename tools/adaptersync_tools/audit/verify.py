@@ -7,6 +7,8 @@ router's own clock only ever excuses.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from array import array
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -16,8 +18,8 @@ from msgspec import Struct
 
 from adaptersync_core.archive import Archive
 from adaptersync_core.archived import TABLES
-from adaptersync_core.chain import LATE_S, place
-from adaptersync_core.errors import NameInvalid
+from adaptersync_core.chain import ROW_LATE_S, place
+from adaptersync_core.errors import NameInvalid, StoreError
 from adaptersync_core.fates import TRAINED
 from adaptersync_core.identity import parse_adapter_id
 from adaptersync_core.keys import ROUTER_TTL_S
@@ -31,10 +33,11 @@ GAPS = 20  # told of one router process; of more their number
 
 
 class Counts(Struct, kw_only=True):
-    """What was looked at. `unproven` rows rest on events that are not in the archive."""
+    """What was looked at. `unproven` rows rest on events that are not in the archive, `unfinished` files on no link."""
 
     links: int = 0
     files: int = 0
+    unfinished: int = 0
     rollouts: int = 0
     rows: int = 0
     unknown: int = 0
@@ -63,11 +66,8 @@ class Audit:
         ends = chain.Ends()
         for archive in self._archives.values():
             yield from chain.contradictions(archive, self._noted.get(archive.root.name, {}), ends)
-            head = archive.head()
-            if head:
-                self.counts.links += head.link.number
-                self.counts.heads[archive.root.name] = f"{head.link.number}:{head.sha256}"
-            self.counts.files += len(archive.files())
+            with contextlib.suppress(StoreError):  # that is told, and other tables have more to tell
+                self._count(archive)
         yield from ends.contradictions()
         self._settle(ends)
         evidence = read_evidence(self._archives["events"], self._store, self._run, lenient=True)
@@ -83,6 +83,16 @@ class Audit:
             next_step = "see the directories run=... below .ledger in the store"
             raise NameInvalid("nothing is archived of such a run", next_step=next_step, run=self._run)
         yield from self._gaps()
+
+    def _count(self, archive: Archive) -> None:
+        head, counts = archive.head(), self.counts
+        if head:
+            counts.links += head.link.number
+            counts.heads[archive.root.name] = f"{head.link.number}:{head.sha256}"
+        pending = archive.pending()  # first: what a note tells of no more, the chain does
+        files = archive.files()
+        counts.files += len(files)
+        counts.unfinished += sum(os.path.exists(archive.root / path) for path in pending.difference(files))
 
     def _rollout(self, rollout: Rollout, evidence: Evidence) -> Iterator[str]:
         counts, row = self.counts, rollout.row
@@ -149,7 +159,7 @@ class Audit:
         """By the rollouts themselves, and by what other tables say of them: the end of theirs may have been cut off."""
         head = self._archives["rollouts"].head()
         last_ms = place(head.link.highest)[0] if head else 0
-        self._settled_ms = max(last_ms, ends.settled_ms["rollouts"]) - int(LATE_S * 1000)
+        self._settled_ms = max(last_ms, ends.settled_ms["rollouts"]) - int(ROW_LATE_S * 1000)
 
     def _gaps(self) -> Iterator[str]:
         """Of all runs: a router numbers its rollouts, whichever run they are of, and garbage is of none.

@@ -97,6 +97,8 @@ def verify(run: str, config_path: Path | None, as_json: bool, heads: tuple[str, 
     )
     if counts.unproven:
         out.print(f"{counts.unproven} rest on events that are not archived: Redis lost them, or they were never kept")
+    if counts.unfinished:
+        out.print(f"{counts.unfinished} files are of no link yet: a worker is at it, or left them as it died")
     for name, head in counts.heads.items():
         out.print(Text(f"head {name}:{head}", "dim"), soft_wrap=True)
     return CONTRADICTED if number else 0

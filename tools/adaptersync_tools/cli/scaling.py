@@ -105,7 +105,7 @@ def scale(
         elif ask_only:
             click.echo("\n".join(map(shlex.join, todo)))
         else:
-            click.echo(f"asked; on {host}, as root, this carries it out: {shlex.join(said(asked))}")
+            click.echo(f"asked; on {host}, as root, this carries it out: {shlex.join(said(asked, force=force))}")
         return
     for command in todo:
         run(command, limit_s=patience_s(config))
@@ -122,12 +122,12 @@ def wanted(before: Scale | None, replicas: int | None, routers: int | None, work
     return replace(before or Scale(), **{kind: count for kind, count in given.items() if count is not None})
 
 
-def said(asked: Scale) -> list[str]:
+def said(asked: Scale, *, force: bool = False) -> list[str]:
     """The command that asks for it."""
     counts = [] if asked.replicas is None else [str(asked.replicas)]
     options = {"--routers": asked.routers, "--workers": asked.workers}
     more = [word for name, count in options.items() if count is not None for word in (name, str(count))]
-    return ["adaptersync", "scale", *counts, *more]
+    return ["adaptersync", "scale", *counts, *more, *(["--force"] if force else [])]
 
 
 def check_floor(view: StatusView, host: str, asked: Scale, min_ready: int) -> None:

@@ -8,12 +8,14 @@ import stat
 from pathlib import Path
 
 from adaptersync_core.config import Config
+from adaptersync_core.store import ARCHIVE, JOURNAL
 from adaptersync_core.store_identity import PREFIX
 from adaptersync_tools.doctor.finding import Role, Verdict
 
 GIB = 1 << 30
 STORE_ROOM = 4 * GIB
 STAGE_ROOM = 2 * GIB
+KEPT: dict[Role, str] = {"coordinator": JOURNAL, "worker": ARCHIVE}
 OTHERS_MACHINES = ("nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "glusterfs", "lustre")  # and whatever FUSE mounts
 MOUNTS = Path("/proc/self/mountinfo")
 
@@ -23,6 +25,9 @@ def examine(verdict: Verdict, config: Config, roles: frozenset[Role]) -> None:
     _secrets(verdict, config)
     if roles & {"trainer", "agent", "coordinator", "worker"}:
         _store(verdict, store, roles)
+        for role, name in KEPT.items():
+            if role in roles:
+                _kept(verdict, store / name / config.group.name)
     if "agent" in roles:
         stage = Path(config.agent.stage_path)
         if _own(verdict, "stage", stage, "agent.stage_path"):
@@ -54,7 +59,7 @@ def _store(verdict: Verdict, store: Path, roles: frozenset[Role]) -> None:
     identity = any(path.name.startswith(PREFIX) for path in store.iterdir())
     verdict.check(
         "store",
-        identity or not any(store.iterdir()),
+        identity or not any(path.name not in KEPT.values() for path in store.iterdir()),
         f"{store} holds files and is no store: perhaps another directory is mounted there",
         "mount the group's store, or set store.path",
     )
@@ -73,6 +78,14 @@ def _store(verdict: Verdict, store: Path, roles: frozenset[Role]) -> None:
             "mount it read-only on hosts that serve",
             level="warning",
         )
+
+
+def _kept(verdict: Verdict, directory: Path) -> None:
+    """What one role writes in the store, wherever its service runs: as another user than elsewhere it could not."""
+    there = next((path for path in (directory, directory.parent) if os.path.isdir(path)), None)
+    if there is not None:
+        fix = "give the users of services, and their group, the same numbers on all hosts of the store (SYSTEMD.md)"
+        verdict.check("store", _writable(there), f"{there} cannot be written to", fix)
 
 
 def _own(verdict: Verdict, about: str, directory: Path, setting: str) -> bool:

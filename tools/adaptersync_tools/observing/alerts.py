@@ -101,7 +101,10 @@ ALERTS = (
         hold="0m",
         severity="page",
         summary="the ledger is not archived in the store: it fills the control server's memory",
-        fix="adaptersync jobs: does a worker run, is it at something else, or do its jobs fail? see the worker's log",
+        fix=(
+            "adaptersync jobs: does a worker run, is it at something else, or do its jobs fail? see the worker's log;"
+            " or may the leader not see it (its log): make the access list anew"
+        ),
     ),
     Alert(
         name="AdapterSyncSpoolFilling",

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import RedisClient
-from adaptersync_core.store import ArtifactStore
+from adaptersync_core.store import ARCHIVE, ArtifactStore
 from adaptersync_tools.soak.processes import Process, processes
 from adaptersync_tools.up import Stack
 
@@ -28,7 +28,6 @@ RECORDS = ("manifest:", "version:", "verified:")
 # streams keep jobs.ledger_kept_s; a version's bytes go ten minutes after it came, and its records after thirty days
 APART = (EVENTS, LEDGER, "lane:", *RECORDS)
 _MARKER = ".visible-"
-ARCHIVE = ".ledger"
 
 
 class Server(Struct, frozen=True, kw_only=True):

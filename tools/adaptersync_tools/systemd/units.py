@@ -19,6 +19,7 @@ from adaptersync_core.config import Config, CoordinatorSection, RouterSection, a
 from adaptersync_core.config_check import is_loopback
 from adaptersync_core.errors import ConfigError
 from adaptersync_core.queue import EXPORT_TIMEOUT_S, JOB_TIMEOUT_S
+from adaptersync_core.store import ARCHIVE, JOURNAL
 from adaptersync_tools.systemd import sandbox
 from adaptersync_tools.systemd.form import Lines, mebibytes, path, seconds, unit, word
 from adaptersync_tools.systemd.sandbox import ENGINE_USER, GROUP, ROLES, user
@@ -33,7 +34,8 @@ DRAIN_S = 75.0  # what a router takes at most to let requests end and write its 
 ENGINE_GRACE_S = 20.0  # beyond engine.drain_s
 ENGINE_START_S = 120.0
 NEVER_MENDED = "64 65 77 78"  # usage, data, fenced and settings: another start says the same
-WRITERS = ("coordinator", "worker")  # to the store
+KEPT = {"coordinator": JOURNAL, "worker": ARCHIVE}  # in the store, by whom alone
+WRITERS = tuple(KEPT)
 HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # noqa: S108 - what units do not see
 REDIS = "redis-server.service redis.service valkey-server.service valkey.service"
 GIB = 1 << 30
@@ -131,11 +133,13 @@ class _Units:
         """The store takes files of trainers, who are in its group; engines, who read staged files, are in agents'.
 
         It is sticky: the journal and the ledger's archive are in it, and not for trainers to put others in their place.
+        Nor to be there first: both are made here, each for the one who writes it.
         """
         agent, router = user("agent"), user("router")
         places = {
             "/var/lib/adaptersync": "0755 root root",
             self._store: f"3775 root {GROUP}",
+            **{f"{self._store}/{name}": f"0755 {user(role)} {GROUP}" for role, name in KEPT.items()},
             self._stage: f"0750 {agent} {agent}",
             self._spool: f"0700 {router} {router}",
         }

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from adaptersync_core.errors import Unroutable
+from adaptersync_tools.demo import evaluate as asked
 from adaptersync_tools.demo import train
 from adaptersync_tools.demo.evaluate import evaluate
 from adaptersync_tools.demo.task import draw
@@ -22,14 +23,18 @@ pytestmark = [pytest.mark.trl, pytest.mark.filterwarnings("default"), pytest.mar
 
 
 @contextlib.asynccontextmanager
-async def pupil() -> AsyncIterator[str]:
-    """A server of one model, `sums`: always right when greedy, careless when it samples."""
+async def pupil(*, late: int = 0) -> AsyncIterator[str]:
+    """A server of one model, `sums`: always right when greedy, careless when it samples; `late` at first."""
     tokenizer = build()
     problems = draw("test", 200, seed=7)
     known = {tuple(ids): problem for ids, problem in zip(prompts(tokenizer, problems), problems, strict=True)}
 
     async def complete(request: web.Request) -> web.Response:
+        nonlocal late
         body: dict[str, Any] = await request.json()
+        if late:
+            late -= 1
+            return web.json_response({"error": {"message": "silent"}}, status=503, headers={"Retry-After": "0"})
         if body["model"] != "sums":
             return web.json_response({"error": {"message": "model does not exist"}}, status=404)
         problem = known[tuple(body["prompt"])]
@@ -59,6 +64,18 @@ async def test_accuracy_is_the_share_of_right_answers_by_what_was_served() -> No
         "sampled": careful,
         "served": ["sums-v3-0123456789ab"],
     }
+
+
+async def test_a_fleet_that_is_late_is_asked_again() -> None:
+    async with pupil(late=5) as url:
+        assert (await evaluate(url, "sums", draw("test", 3, seed=7)))["greedy"] == 1.0
+
+
+async def test_a_fleet_that_stays_late_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asked, "TIMEOUT_S", 0.05)
+    async with pupil(late=1_000_000) as url:
+        with pytest.raises(Unroutable, match="silent"):
+            await evaluate(url, "sums", draw("test", 3, seed=7))
 
 
 async def test_a_model_that_is_not_served_is_an_error_with_the_routers_reason() -> None:

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 
+from adaptersync.trainer.answers import pause_s
+from adaptersync.trainer.asking import ask
 from adaptersync_core.config import load_config
 from adaptersync_core.errors import AdapterSyncError, Unroutable
 from adaptersync_tools.demo import rewards
@@ -26,6 +30,7 @@ from adaptersync_tools.demo.task import Problem, draw
 
 AT_ONCE = 32
 TIMEOUT_S = 60.0
+LATER = (429, 503)  # a fleet that is full, or whose replicas are late
 
 
 async def evaluate(
@@ -48,24 +53,35 @@ async def evaluate(
             "seed": number,
             "return_token_ids": True,
         }
-        async with slots, session.post(f"{url}/v1/completions", json=request) as response:
-            raw = await response.read()
-            if response.status != 200:
-                raise Unroutable(raw[:200].decode(errors="replace"), status=response.status, model=model)
-            body = msgspec.json.decode(raw)
-            served.add(body["model"])
-            text = tokenizer.decode(body["choices"][0]["token_ids"], skip_special_tokens=True)
-            return float(reward([text], answer=[lesson.solve(problems[number])])[0])
+        async with slots:
+            body = await answered(session, f"{url}/v1/completions", request)
+        served.add(body["model"])
+        text = tokenizer.decode(body["choices"][0]["token_ids"], skip_special_tokens=True)
+        return float(reward([text], answer=[lesson.solve(problems[number])])[0])
 
     async def mean(session: aiohttp.ClientSession, temperature: float) -> float:
         answers = await asyncio.gather(*(rewarded(session, number, temperature) for number in range(len(problems))))
         return round(sum(answers) / len(answers), 4)
 
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
+    async with aiohttp.ClientSession() as session:
         greedy = await mean(session, 0.0)
         sampled = await mean(session, 1.0)
     told = {"model": model, "problems": len(problems), "greedy": greedy, "sampled": sampled}
     return {**told, "served": sorted(served)}
+
+
+async def answered(session: aiohttp.ClientSession, url: str, request: dict[str, Any]) -> Any:
+    """The body of an answer, asked for again while the fleet says that it may come later; else Unroutable."""
+    began = time.monotonic()
+    for attempt in itertools.count(1):
+        answer, body = await ask(session, url, request, TIMEOUT_S)
+        if body is not None:
+            return body
+        pause = pause_s(attempt, answer.retry_after_s)
+        if answer.status not in LATER or time.monotonic() - began + pause > TIMEOUT_S:
+            break
+        await asyncio.sleep(pause)
+    raise Unroutable(answer.reason, status=answer.status or 502, model=request["model"])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -459,10 +459,11 @@ async def _group() -> AsyncIterator[asyncio.TaskGroup]:
     try:
         async with asyncio.TaskGroup() as group:
             yield group
-    except* EngineDead as deaths:
-        raise EngineDead from deaths
-    except* ConnectionResetError as gone:
-        raise ConnectionResetError from gone
+    except BaseExceptionGroup as failures:  # what `except*` raises is a group again before Python 3.11.4
+        for known in (EngineDead, ConnectionResetError):
+            if failures.subgroup(known):
+                raise known from failures
+        raise
 
 
 def _started(job: Job) -> Running:

@@ -27,7 +27,7 @@ from adaptersync_core.errors import (
     PublicationFailed,
     StoreError,
 )
-from adaptersync_core.manifest import WEIGHTS_FILE, Manifest
+from adaptersync_core.manifest import WEIGHTS_FILE, Manifest, check_finite
 from adaptersync_core.proof import Probe
 from adaptersync_core.records import Request
 from adaptersync_core.store import ArtifactStore, verify_files
@@ -80,6 +80,22 @@ async def test_weights_that_are_not_finite_are_refused_with_the_tensors_name(
     assert list(group.store.versions()) == []
     path.write_bytes(good)
     assert await outcome(await publish(publisher, source)) == CURRENT
+
+
+async def test_what_changes_once_it_was_checked_is_not_published(
+    group: Group, publisher: AdapterPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = group.adapter()
+
+    def spoiled(directory: Path) -> None:
+        check_finite(directory)
+        path = directory / WEIGHTS_FILE
+        path.write_bytes(path.read_bytes()[:-4] + struct.pack("<f", float("nan")))
+
+    monkeypatch.setattr(publisher_module, "check_finite", spoiled)
+    with pytest.raises(AdapterInvalid, match="changed"):
+        await publish(publisher, source)
+    assert list(group.store.versions()) == []
 
 
 async def test_a_published_version_becomes_current(group: Group, publisher: AdapterPublisher) -> None:

@@ -157,10 +157,12 @@ class AdapterPublisher:
             if not self._thread.is_alive():
                 raise PublicationFailed("publisher is closed", next_step="publish before close()", run=self.run)
             began = time.monotonic()
+            inspect(directory)  # what is no adapter is told of as that
+            files = tuple(hash_file(directory / name) for name in FILES)
+            # Checked after it was hashed: what is stored is what was hashed, so nothing else can have been checked.
             shape = inspect(directory)
             self._compare(shape)
             check_finite(directory)
-            files = tuple(hash_file(directory / name) for name in FILES)
             hashed = time.monotonic()
             digest = content_digest(files)
             draft = Manifest(

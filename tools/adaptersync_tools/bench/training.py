@@ -45,7 +45,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     """`repeats` runs of each way, with seeds from `seed` on; the fleet has `replicas`, TRL one vLLM. As many
     `prompts` a step that it takes longer than a promotion by engines that share the trainer's cores."""
 
-    steps: int = 60
+    steps: int = 40
     repeats: int = 2
     replicas: int = 2
     seed: int = 0

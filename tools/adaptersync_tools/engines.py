@@ -47,6 +47,8 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     grace_s: float = 8.0
     host: str = HOST
     """Where it listens."""
+    nice: int = 0
+    """How far it gives way to others on its cores, as nice(1) counts: a trainer that shares them goes first."""
     arguments: tuple[str, ...] = ()
     """More of the engine's own; the last of a kind counts."""
 
@@ -124,9 +126,10 @@ def _vllm(settings: EngineSettings, added: list[str], *, number: int, replicas: 
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         arguments += ["--dtype", settings.dtype, "--block-size", str(CPU_BLOCK)]
         arguments += ["--kv-cache-memory-bytes", str(CPU_KV_BYTES)]
+    niceness = ("nice", "-n", str(settings.nice)) if settings.nice else ()
     return Spec(
         name=f"engine-{number}",
-        command=python("vllm.entrypoints.openai.api_server", *arguments, *settings.arguments),
+        command=(*niceness, *python("vllm.entrypoints.openai.api_server", *arguments, *settings.arguments)),
         environment=environment,
         tier=ENGINE_TIER,
         grace_s=settings.grace_s,  # its front may ignore SIGTERM for ever after an unanswered /is_paused

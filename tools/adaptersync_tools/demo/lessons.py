@@ -15,6 +15,8 @@ from adaptersync_tools.demo.task import ANSWER_CHARS, Problem
 from adaptersync_tools.demo.tokenizer import RESPONSE_TEMPLATE, build
 
 LessonName = Literal["carry", "smollm2"]
+RANK = 8  # an engine is slower with a higher one
+NICE = 10  # the trainer goes first on cores that engines share with it: as if they had their own
 
 
 class Lesson(Struct, frozen=True, kw_only=True):
@@ -62,7 +64,7 @@ CARRY = Lesson(
     learning_rate=1e-3,
     problems=500,
     step_s=120.0,
-    engine={"max_lora_rank": 8, "max_num_seqs": 128, "max_model_len": 128},  # LoRA is slower with a higher rank
+    engine={"max_lora_rank": RANK, "max_num_seqs": 128, "max_model_len": 128, "nice": NICE},
 )
 SMOLLM2 = Lesson(
     name="smollm2",
@@ -75,6 +77,6 @@ SMOLLM2 = Lesson(
     learning_rate=2e-4,
     problems=40,
     step_s=900.0,  # two cores take a minute
-    engine={"max_lora_rank": 8, "max_num_seqs": 32, "max_model_len": 128},
+    engine={"max_lora_rank": RANK, "max_num_seqs": 32, "max_model_len": 128, "nice": NICE},
 )
 LESSONS: dict[LessonName, Lesson] = {lesson.name: lesson for lesson in (CARRY, SMOLLM2)}

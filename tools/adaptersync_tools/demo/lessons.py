@@ -16,7 +16,7 @@ from adaptersync_tools.demo.tokenizer import RESPONSE_TEMPLATE, build
 
 LessonName = Literal["carry", "smollm2"]
 RANK = 8  # an engine is slower with a higher one
-NICE = 10  # the trainer goes first on cores that engines share with it: as if they had their own
+NICE = 5  # the trainer goes first on cores that engines share with it: as if they had their own
 
 
 class Lesson(Struct, frozen=True, kw_only=True):

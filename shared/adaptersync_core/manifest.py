@@ -27,6 +27,7 @@ MANIFEST_FILE = "manifest.json"
 CHUNK = 1 << 20  # bytes read at a time while hashing or copying
 CONFIG_LIMIT = 1 << 20  # bytes
 WEIGHTS_LIMIT = 4 << 30  # bytes; far above any LoRA adapter, far below what would fill a host by accident
+BASE_LIMIT = 4096  # characters of a base model's name; no path is longer
 MANIFEST_LIMIT = 8 << 20  # bytes; about 40,000 tensors
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"  # of a tensor's name, as PEFT saves it
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # parts of names that only trainers have
@@ -178,11 +179,16 @@ def inspect(directory: Path) -> AdapterShape:
         rank=rank,
         alpha=config.lora_alpha,
         target_modules=(modules,) if isinstance(modules, str) else tuple(sorted(modules)),
-        base_model=config.base_model_name_or_path or "",
+        base_model=_in_one_line(config.base_model_name_or_path or ""),
         dtype=min(tensor.dtype for tensor in tensors.values()),
         tensors={name: tensor.shape for name, tensor in sorted(tensors.items())},
         noop=noop,
     )
+
+
+def _in_one_line(name: str) -> str:
+    """A name as it may be logged: whoever made the adapter wrote it."""
+    return (name if name.isprintable() else ascii(name)[1:-1])[:BASE_LIMIT]
 
 
 def check_finite(directory: Path) -> None:

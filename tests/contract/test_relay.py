@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from adaptersync_core.config import (
 )
 from adaptersync_core.errors import ControlUnavailable
 from adaptersync_core.keys import Keys
+from adaptersync_core.manifest import FILES
 from adaptersync_core.records import Request
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
@@ -450,6 +452,20 @@ async def test_a_load_that_nobody_waits_for_any_more_comes_to_its_end(redis_url:
         status, text = await bench.load(2, directory)  # it is known, and not published once more
         assert (status, "is run-v2-" in text) == (200, True)
         assert len(await bench.registry.published("run")) == 2
+
+
+@pytest.mark.parametrize("name", FILES)
+async def test_what_could_be_read_for_ever_is_refused_and_holds_up_no_other(bench: Bench, name: str) -> None:
+    directory = bench.adapter(1)
+    pipe = directory / name
+    pipe.unlink()
+    os.mkfifo(pipe)
+    try:
+        status, text = await asyncio.wait_for(bench.load(1, directory), 20)
+    finally:
+        os.close(os.open(pipe, os.O_RDWR | os.O_NONBLOCK))  # whoever reads it is let go
+    assert (status, f"{name} is missing" in text) == (501, True)
+    assert (await bench.load(2))[0] == 200
 
 
 async def test_no_more_rollouts_than_its_own_limit_are_at_the_router(redis_url: str, tmp_path: Path) -> None:

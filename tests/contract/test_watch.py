@@ -230,6 +230,7 @@ def test_a_directory_that_is_not_whole_is_waited_for_and_then_given_up(
         place.now += 5.0
         assert place.look(watch) == [("bad", 1), ("published", 2)]
         assert place.told[-2].reason
+        assert place.told[-2].fix
 
 
 def test_a_directory_that_is_deleted_while_it_is_published_is_no_error(

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from adaptersync.agent import request_times
 from adaptersync_core.config import Config
-from adaptersync_tools.cli import main
+from adaptersync_tools.cli import main, timing
 from adaptersync_tools.explain import to_toml
 from adaptersync_tools.simulator.scheduler import Latency
 from support.scripted_trainer import ScriptedTrainer
@@ -224,6 +224,30 @@ async def test_the_phases_of_a_version_add_up(make: Make, ask: Ask, say: Say) ->
         assert told == "adaptersync: error: no such run, or nothing was published (run=nobody); known runs: run\n"
         told = await say("phases", "run", "77", fails=64)
         assert "no such version (run=run version=77)" in told
+
+
+async def test_what_nobody_of_ours_wrote_and_what_is_no_longer_kept_is_left_out(
+    make: Make, ask: Ask, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "CLOCKS_S", 0.0)  # one clock here
+    async with make() as fleet:
+        await train(fleet, steps=2, inflight=2, samples=2, train_s=0.02, waits=True)
+        before = await ask("phases", "run", "1")
+        name = before["version"]["version"]
+        client, keys = fleet.registry.client, fleet.registry.keys
+        word = {"type": "replica.acked", "version": name, "replica": "x", "engine_epoch": "1", "accepted": "true"}
+        for wrong in ({"accepted": None}, {"replica": None}, {"loaded_s": "soon"}, {"loaded_s": "inf"}):
+            fields = {field: value for field, value in {**word, **wrong}.items() if value is not None}
+            await client.command("XADD", keys.events, "*", *(text for pair in fields.items() for text in pair))
+        await client.command("DEL", keys.manifest(name))
+        document = await ask("phases", "run", "1")
+        assert document["version"]["version"] == name
+        assert [each["replica"] for each in document["version"]["replicas"]] == ["replica-0", "replica-1"]
+        assert document["version"]["promoted_s"] == before["version"]["promoted_s"]
+        assert (document["version"]["step"], document["trainer"]) == (None, None)
+        assert before["trainer"]
+        assert "its manifest is no longer kept" in await say("phases", "run", "1")
+        assert await ask("bottleneck", "run")
 
 
 async def test_a_stream_tells_first_token_and_decoding_apart(make: Make, ask: Ask) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
+import os
 import queue
 import time
 from collections import defaultdict
@@ -16,7 +18,7 @@ from aiohttp import ClientSession
 
 from adaptersync.trainer.conversations import Conversation, Conversations, present
 from adaptersync.trainer.fates import Dropped
-from adaptersync.trainer.leaving import leave_at_once
+from adaptersync.trainer.leaving import leave_at_once, leave_with_parent
 
 SAMPLE = b"x" * 20_000  # two hundred of them are far more than a pipe holds
 
@@ -66,6 +68,22 @@ def hands_over(queue: Any, samples: int, exit_s: float, fails: bool) -> None:
         atexit.unregister(time.sleep)
         raise RuntimeError("no more")
     leave_at_once()
+
+
+def begins_one(held: Any) -> None:
+    """A trainer: it begins `hands_over_to_nobody`, and goes on."""
+    context = multiprocessing.get_context("spawn")
+    context.Process(target=hands_over_to_nobody, args=(context.Queue(), held), daemon=True).start()
+    time.sleep(90)
+
+
+def hands_over_to_nobody(queue: Any, held: Any) -> None:
+    """Says once that it is there; `held` is closed when it is gone."""
+    leave_with_parent()
+    for _ in range(200):
+        queue.put(SAMPLE)
+    held.send(os.getpid())
+    time.sleep(90)
 
 
 class DiesBeforeItIsReady:

@@ -426,13 +426,16 @@ class AdapterPublisher:
 
     async def _insist(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         deadline = time.monotonic() + INSIST_S
+        told = ""
         while True:
             try:
                 return await call()
             except (ControlUnavailable, StoreGone) as error:
                 if time.monotonic() > deadline:
                     raise
-                log.warning("will try again: %s", error)
+                if error.reason != told:
+                    log.warning("will try again: %s", error)
+                    told = error.reason
                 await asyncio.sleep(PAUSE_S)
 
     async def _end(self) -> None:

@@ -42,7 +42,7 @@ from adaptersync_core.headers import REPLICA, REQUEST_ID, SUBSTITUTED, VERSION, 
 from adaptersync_core.identity import check_run
 from adaptersync_core.keys import Keys
 from adaptersync_core.lifecycle import run_until_stopped
-from adaptersync_core.manifest import FILES, content_digest, hash_file
+from adaptersync_core.manifest import FILES, content_digest, hash_file, inspect
 from adaptersync_core.records import ReplicaReport
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
@@ -393,6 +393,7 @@ def _current(table: Table, publisher: AdapterPublisher) -> str | None:
 
 def _digest(directory: Path) -> str:
     try:
+        inspect(directory)  # a pipe, a device or a file without an end would be read for ever
         return content_digest(tuple(hash_file(directory / name) for name in FILES))
     except OSError as error:
         raise AdapterInvalid(f"adapter cannot be read: {error.strerror}", path=str(directory)) from error

@@ -22,7 +22,7 @@ from adaptersync.trainer.answers import Verdict, judge, model_name, pause_s, wri
 from adaptersync.trainer.asking import ask
 from adaptersync.trainer.conversations import Clocks, Conversation, Conversations, present
 from adaptersync.trainer.fates import Dropped, Written, tag, written
-from adaptersync.trainer.leaving import leave_at_once
+from adaptersync.trainer.leaving import leave_at_once, leave_with_parent
 from adaptersync.trainer.seams import AsyncRolloutWorker, _AsyncRolloutLoop, check_made
 from adaptersync_core.api_keys import bearer
 from adaptersync_core.errors import AdapterSyncError, Unroutable
@@ -59,6 +59,7 @@ class RolloutLoop(_AsyncRolloutLoop):
         )
 
     def run(self) -> None:
+        leave_with_parent()
         super().run()
         leave_at_once()
 

@@ -121,7 +121,7 @@ class Submitter:
         self._thread: threading.Thread | None = None
         self._reading: Submission | None = None  # by the thread, right now
         self._closing = False
-        self._told = ""  # the trouble that was logged last: said once, not with every attempt
+        self._told = ""  # the trouble that was logged last: said once, not with every attempt and its number
 
     def submit(self, submission: Submission) -> None:
         """Raises what has ended all publishing, if something has. Never waits."""
@@ -189,22 +189,22 @@ class Submitter:
         match disposition:
             case Disposition.RETRY:
                 self.retries += 1
-                self._tell("%s is not published yet, and will be tried again: %s", submission)
+                self._tell("%s is not published yet, and will be tried again: %s", submission, _kind(error))
             case Disposition.SKIP:
-                self._tell("%s is not published: %s", submission)
+                self._tell("%s is not published: %s", submission, submission.trouble)  # which tensor it is, say
                 submission.end(Outcome(state="failed", reason=submission.trouble))
             case Disposition.END:
                 log.error("nothing more is published: %s", submission.trouble, exc_info=_unexpected(error))
                 for one in (submission, *left):
                     one.end(error)
             case None:
-                self._tell("%s is not published: %s", submission)
+                self._tell("%s is not published: %s", submission, _kind(error))
                 self._replaced(submission)
 
-    def _tell(self, what: str, submission: Submission) -> None:
-        if submission.trouble != self._told:
+    def _tell(self, what: str, submission: Submission, kind: str) -> None:
+        if kind != self._told:
             log.warning(what, submission.adapter_id, submission.trouble)
-        self._told = submission.trouble
+        self._told = kind
 
     @staticmethod
     def _replaced(submission: Submission) -> None:
@@ -212,6 +212,11 @@ class Submitter:
         submission.end(
             Outcome(state="replaced", reason=f"{reason}: {submission.trouble}" if submission.trouble else reason)
         )
+
+
+def _kind(error: Exception) -> str:
+    """What is the same for every attempt, each of which has another version."""
+    return error.reason if isinstance(error, AdapterSyncError) else repr(error)
 
 
 def _unexpected(error: Exception) -> Exception | None:

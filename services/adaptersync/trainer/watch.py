@@ -22,6 +22,7 @@ from adaptersync.trainer.publisher import AdapterPublisher
 from adaptersync_core.errors import AdapterInvalid, AdapterSyncError, ControlError, Fenced, StoreError
 from adaptersync_core.manifest import FILES, content_digest, hash_file, inspect
 
+AGAIN = "write it again: it is looked at whenever it changes"
 LATEST = 256  # directories looked at each time, by step; beyond them only what is new
 UNDECIDED = 16  # versions of which the fleet has not said what became of them; with so many the next one waits
 RETRY_S, RETRY_MOST_S = 1.0, 30.0  # after trouble with Redis or the store: at first, and at the last
@@ -140,7 +141,7 @@ class Watch:
         if self._see(one.name, one.step) != one or not self._arrivals.failed(one, self._clock(), fleeting=fleeting):
             return False  # it is gone, or still on its way
         reason, fix = _told(error)
-        self._tell(self._news("bad", one, reason=reason, fix=fix))
+        self._tell(self._news("bad", one, reason=reason, fix=fix or AGAIN))
         return True
 
     def _outcomes(self) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from adaptersync_core.errors import AdapterInvalid
 from adaptersync_core.manifest import (
+    BASE_LIMIT,
     CHUNK,
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -105,6 +106,14 @@ def test_what_vllm_cannot_serve_is_refused_with_the_key_and_the_way_out(
 def test_what_vllm_can_serve_is_not_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     shape = inspect(make_adapter(tmp_path / "a", layers=1, config=config))
     assert msgspec.json.decode(msgspec.json.encode(shape), type=AdapterShape) == shape
+
+
+def test_a_base_models_name_is_a_line_and_bounded(tmp_path: Path) -> None:
+    named = "org/m\n\x00[31m" + "x" * 10_000
+    shape = inspect(written(tmp_path / "a", pair(), base_model_name_or_path=named))
+    assert shape.base_model.startswith(r"org/m\n\x00[31mxxx")
+    assert len(shape.base_model) == BASE_LIMIT
+    assert inspect(written(tmp_path / "b", pair(), base_model_name_or_path="örg/m")).base_model == "örg/m"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import pickle
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -308,6 +309,15 @@ async def test_the_loop_ends_at_once_and_leaves_no_request_behind(
             await asyncio.wait_for(running, 10)
         assert ended == [why]
         assert asyncio.all_tasks() == before
+
+
+def test_the_loop_ends_with_its_trainer(process: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    for name in ("leave_with_parent", "leave_at_once"):
+        monkeypatch.setattr(process, name, functools.partial(said.append, name))
+    monkeypatch.setattr(process._AsyncRolloutLoop, "run", lambda _: said.append("run"))
+    process.RolloutLoop.__new__(process.RolloutLoop).run()
+    assert said == ["leave_with_parent", "run", "leave_at_once"]
 
 
 def test_a_process_that_dies_at_its_start_fails_the_start(worker: Any) -> None:

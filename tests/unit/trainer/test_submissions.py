@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from adaptersync.trainer import outgoing
 from adaptersync.trainer.publication import Outcome, Publication
 from adaptersync.trainer.submissions import Submission, Submitter
-from adaptersync_core.errors import AdapterInvalid, ControlUnavailable, Fenced, PublicationFailed
+from adaptersync_core.errors import AdapterInvalid, ControlUnavailable, Fenced, PublicationFailed, StoreError
 from adaptersync_core.manifest import AdapterShape, Manifest
 from support.wait import wait_until_sync
 
@@ -124,6 +124,23 @@ def test_what_failed_is_tried_again_and_said_once(
     assert (submission.attempts, submitter.retries) == (4, 3)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warnings == ["adapter of step 1 is not published yet, and will be tried again: Redis is away"]
+
+
+def test_a_full_store_is_said_once_though_each_attempt_has_another_number(
+    publish: Publishing, submitter: Submitter, submit: Callable[[int], Submission], caplog: pytest.LogCaptureFixture
+) -> None:
+    publish.fails = [StoreError("version could not be stored: no room", version=f"run-v{seq}") for seq in range(1, 5)]
+    published(submit(1))
+    publish.fails = [AdapterInvalid("not finite", tensor=name) for name in ("a", "b")]
+    for step in (2, 3):
+        assert submit(step).wait(20).state == "failed"
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == [
+        "adapter of step 1 is not published yet, and will be tried again: "
+        "version could not be stored: no room (version=run-v1)",
+        "adapter of step 2 is not published: not finite (tensor=a)",
+        "adapter of step 3 is not published: not finite (tensor=b)",
+    ]
 
 
 def test_what_failed_gives_way_to_the_next_with_its_reason(

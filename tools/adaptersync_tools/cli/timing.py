@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 from msgspec import Struct
 from rich.text import Text
 
@@ -24,6 +26,7 @@ from adaptersync.coordinator.phases import (
 )
 from adaptersync.coordinator.views import duration
 from adaptersync_core.errors import NameInvalid
+from adaptersync_core.events import from_fields
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import ReplicaReport, RequestTimes
 from adaptersync_core.registry import Registry
@@ -57,13 +60,13 @@ class Found(Struct, kw_only=True):
 
 class Phases(Struct, frozen=True, kw_only=True):
     """`shares` are of the way from step to first token; `engines` what vLLM counts by itself; `trainer` its newest
-    figures, means over what it logged: no rollout's row says them."""
+    figures, means over what it logged: no rollout's row says them. None: the version's manifest is no longer kept."""
 
     version: VersionPhases
     shares: list[Share]
     rollouts: list[RolloutPhases]
     engines: dict[str, RequestTimes]
-    trainer: dict[str, float]
+    trainer: dict[str, float] | None
 
 
 @click.command()
@@ -92,13 +95,13 @@ def phases(run: str, version: str | None, config_path: Path | None, as_json: boo
     config = settings(config_path)
     found = visit(config, lambda registry: _read(registry, run, last, version), timeout_s=READ_S)
     shown = _chosen(found.versions, run, version)
-    told = next(each for each in found.manifests if each.adapter_id == shown.version)
+    told = next((each for each in found.manifests if each.adapter_id == shown.version), None)
     document = Phases(
         version=shown,
         shares=shares(found.versions),
         rollouts=found.rollouts.phases(),
         engines={name: each.request_times for name, each in found.replicas.items() if each.request_times.requests},
-        trainer=told.timings | told.load,
+        trainer=told.timings | told.load if told else None,
     )
     if as_json:
         print_json(document)
@@ -161,7 +164,8 @@ async def _read(registry: Registry, run: str, last: int, version: str | None) ->
         names = names if asked in names else [asked, *names]
     kept = dict(zip(names, await registry.records(names), strict=True))
     manifests = [manifest for manifest, _ in kept.values() if manifest is not None]
-    events = await _events(registry, names, since=min((each.created_at for each in manifests), default=0.0))
+    since = min(each.created_at for each in manifests) if len(manifests) == len(names) else 0.0
+    events = await _events(registry, names, since=since)
     rollouts = Rollouts(names)
     began = min((told[0][0] for told in events.values() if told), default=None)
     if began is not None:
@@ -181,7 +185,7 @@ async def _read(registry: Registry, run: str, last: int, version: str | None) ->
 async def _events(registry: Registry, names: Sequence[str], *, since: float) -> dict[str, list[Told]]:
     """What was told of each version, oldest first: read backwards until all their announcements were seen.
 
-    `since` is a trainer's word on when the first was published, and not trusted by an hour.
+    `since` is a trainer's word on when the first was published, and not trusted by an hour; 0 when it is not known.
     """
     found: dict[str, list[Told]] = {name: [] for name in names}
     missing, end = set(names), "+"
@@ -191,12 +195,21 @@ async def _events(registry: Registry, names: Sequence[str], *, since: float) -> 
         if not page:
             break
         for entry, fields in page:
-            if fields.get("version") in found:
+            if fields.get("version") in found and _an_event(fields):
                 found[fields["version"]].append((int(entry.partition("-")[0]) / 1000, fields))
                 if fields.get("type") == "adapter.published":
                     missing.discard(fields["version"])
         end = f"({page[-1][0]}"
     return {name: told[::-1] for name, told in found.items()}
+
+
+def _an_event(fields: Mapping[str, str]) -> bool:
+    """Whether one of ours may have written it."""
+    try:
+        event = from_fields(dict(fields))
+    except msgspec.ValidationError:
+        return False
+    return all(isfinite(value) for value in msgspec.structs.astuple(event) if isinstance(value, float))
 
 
 def _chosen(found: Sequence[VersionPhases], run: str, version: str | None) -> VersionPhases:
@@ -249,6 +262,9 @@ def _print_phases(found: Phases) -> None:
         ]
         columns = ("replica!", "requests>", "queue, ms>", "prefill, ms>", "decode, ms>")
         out.print(table("Engines by their own counters, means", columns, engines))
+    if found.trainer is None:
+        out.print(Text("its manifest is no longer kept: nothing is known of what its trainer spent", "dim"))
+        return
     shown = {name: value for name, value in found.trainer.items() if name in AFTER}
     if shown:
         said = ", ".join(f"{AFTER[name]} {duration(value)}" for name, value in shown.items())

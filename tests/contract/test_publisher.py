@@ -345,12 +345,14 @@ async def test_a_trainer_outlives_a_redis_that_is_away(group: Group, proxy: Faul
 
 
 async def test_a_redis_that_stays_away_is_an_error_in_time_and_leaves_no_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(publisher_module, "INSIST_S", 0.3)
+    monkeypatch.setattr(publisher_module, "PAUSE_S", 0.05)
     before = threading.active_count()
     with pytest.raises(ControlUnavailable):
         await asyncio.to_thread(AdapterPublisher, config_of("redis://127.0.0.1:1/0", "", tmp_path))
+    assert caplog.text.count("will try again") == 1
     await wait_until(lambda: not [one for one in threading.enumerate() if one.name == "publisher-run"])
     await wait_until(lambda: threading.active_count() <= before + 1)  # the one of to_thread
 

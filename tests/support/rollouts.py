@@ -70,10 +70,10 @@ def hands_over(queue: Any, samples: int, exit_s: float, fails: bool) -> None:
     leave_at_once()
 
 
-def begins_one(held: Any) -> None:
+def begins_one(queue: Any, held: Any) -> None:
     """A trainer: it begins `hands_over_to_nobody`, and goes on."""
     context = multiprocessing.get_context("spawn")
-    context.Process(target=hands_over_to_nobody, args=(context.Queue(), held), daemon=True).start()
+    context.Process(target=hands_over_to_nobody, args=(queue, held), daemon=True).start()
     time.sleep(90)
 
 

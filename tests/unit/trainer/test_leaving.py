@@ -38,7 +38,7 @@ def test_it_is_gone_soon_after_the_trainer_that_was_killed(how: signal.Signals) 
     """Though its queue is full, and nobody will read it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    trainer = context.Process(target=begins_one, args=(theirs,))
+    trainer = context.Process(target=begins_one, args=(context.Queue(), theirs))
     trainer.start()
     theirs.close()
     assert ours.poll(40)

@@ -38,7 +38,8 @@ def test_it_is_gone_soon_after_the_trainer_that_was_killed(how: signal.Signals) 
     """Though its queue is full, and nobody will read it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    trainer = context.Process(target=begins_one, args=(context.Queue(), theirs))
+    queue = context.Queue()  # which is gone with the last who has it
+    trainer = context.Process(target=begins_one, args=(queue, theirs))
     trainer.start()
     theirs.close()
     assert ours.poll(40)

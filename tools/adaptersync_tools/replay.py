@@ -11,6 +11,7 @@ bounded memory, twice: first for who was there.
 from __future__ import annotations
 
 import heapq
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import get_args
@@ -32,6 +33,9 @@ BUFFER = 200_000  # beginnings and ends that wait for their turn
 THERE_S = 60.0  # a replica is there so long before it is first asked, and after it is last
 VERSIONS, BLOCKS, SESSIONS = 16, 50_000, 100_000  # remembered, those used last; blocks of each version
 RECORDED = "recorded"
+FAR_S = 1e11  # a time beyond this is none, in seconds, and too coarse to tell a beginning from an end
+
+_CHAIN = re.compile(r"(?:(?:[0-9]{1,9}:[0-9a-f]+~? )?[0-9a-f]{7,}~?)?")  # see Row
 
 
 class Figures(Struct, kw_only=True):
@@ -61,6 +65,14 @@ class Event(Struct, frozen=True, order=True):
     begins: bool
     number: int
     row: Row
+
+
+def damage(row: Row) -> str:
+    """What no router writes and no replay can go by, or nothing."""
+    for name in ("started_at", "hold_s", "total_s"):
+        if abs(getattr(row, name) or 0.0) > FAR_S:
+            return f"`{name}` is no time"
+    return "" if _CHAIN.fullmatch(row.chain) else "`chain` is no hash of blocks"
 
 
 def _asked(row: Row) -> str:

@@ -18,9 +18,9 @@ NULL = (NOTHING, Raw(b"null"))
 YES, NO = Raw(b"true"), Raw(b"false")
 
 PROMPT_DIGITS = 32
+PARTS = 128 << 10  # of a body are made into objects in one go, in a tenth of a second: until then nothing else goes on
 
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
-_TOLD_AGAIN = "kv_cache_report_mode"
 _OFF = (*NULL, NO)  # anything else vLLM may read as true
 _NONE_OF_IT = (NOTHING,) * 6
 
@@ -51,6 +51,14 @@ class Asked(Struct, frozen=True):
     documents: Raw = NOTHING
     tools: Raw = NOTHING
     tool_choice: Raw = NOTHING
+
+
+class More(Struct, frozen=True):
+    """What is looked for in `vllm_xargs`; of anything else there may be a million."""
+
+    kv_transfer_params: Raw = NOTHING
+    ec_transfer_params: Raw = NOTHING
+    kv_cache_report_mode: Raw = NOTHING
 
 
 def check(asked: Asked, *, chat: bool, scoring: bool) -> None:
@@ -85,19 +93,20 @@ def check(asked: Asked, *, chat: bool, scoring: bool) -> None:
             next_step="send text or token ids",
             field="prompt_embeds",
         )
-    for field in _transfers(asked):
+    more = _more(asked)
+    for field in _transfers(asked, more):
         raise Unroutable(
             "a request may not bring a cache with it: what is in it need not be of the version that is asked for",
             status=400,
             next_step="leave it out",
             field=field,
         )
-    if _TOLD_AGAIN in _more(asked):
+    if more.kv_cache_report_mode != NOTHING:
         raise Unroutable(
             "a request may not have the engine report its cache: its agent counts what it reports",
             status=400,
             next_step="leave it out",
-            field=f"vllm_xargs.{_TOLD_AGAIN}",
+            field="vllm_xargs.kv_cache_report_mode",
         )
 
 
@@ -105,6 +114,22 @@ def fingerprint(asked: Asked, *, chat: bool) -> str:
     """What the ledger knows a prompt by: the head of the SHA-256 of its JSON as it came; empty where there is none."""
     prompt = asked.messages if chat else asked.prompt
     return "" if prompt in NULL else hashlib.sha256(prompt).hexdigest()[:PROMPT_DIGITS]
+
+
+def manifold(raw: Raw) -> bool:
+    """Whether it may be of more than `PARTS` values: each but the first follows one of these, which a text has, too."""
+    if len(raw) <= PARTS:
+        return False
+    written = bytes(raw)
+    return written.count(b",") + written.count(b"[") + written.count(b"{") > PARTS
+
+
+def crowded(body: bytes, asked: Asked) -> bool:
+    """Whether it may have more than `PARTS` fields beside those that may be long: each has a colon."""
+    if len(body) <= PARTS:
+        return False
+    long = (asked.prompt, asked.messages, asked.tools, asked.documents)
+    return body.count(b":") - sum(bytes(raw).count(b":") for raw in long) > PARTS
 
 
 def _scores(asked: Asked, *, chat: bool) -> str:
@@ -119,18 +144,15 @@ def _scores(asked: Asked, *, chat: bool) -> str:
     return "echo" if chat or asked.logprobs not in NULL else ""
 
 
-def _transfers(asked: Asked) -> list[str]:
+def _transfers(asked: Asked, more: More) -> list[str]:
     """Fields, or keys of `vllm_xargs`, that tell of caches elsewhere."""
     found = [name for name in _TRANSFERS if getattr(asked, name) not in NULL]
-    more = _more(asked)
-    return found + [f"vllm_xargs.{name}" for name in _TRANSFERS if name in more]
+    return found + [f"vllm_xargs.{name}" for name in _TRANSFERS if getattr(more, name) != NOTHING]
 
 
-def _more(asked: Asked) -> dict[str, Raw]:
-    """What is in `vllm_xargs`; nothing where the replica will say what is wrong."""
-    if asked.vllm_xargs in NULL:
-        return {}
+def _more(asked: Asked) -> More:
+    """Nothing where the replica will say what is wrong."""
     try:
-        return msgspec.json.decode(asked.vllm_xargs, type=dict[str, Raw])
+        return More() if asked.vllm_xargs in NULL else msgspec.json.decode(asked.vllm_xargs, type=More)
     except msgspec.DecodeError:
-        return {}
+        return More()

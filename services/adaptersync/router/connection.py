@@ -58,10 +58,6 @@ class Malformed(ReplicaError):
     """The answer is not HTTP, or more of it than is taken."""
 
 
-class TooLarge(ReplicaError):
-    """The answer is larger than its reader takes."""
-
-
 class TimedOut(ReplicaError):
     """The answer did not end in time."""
 
@@ -119,7 +115,7 @@ class Answer:
         return piece
 
     async def read(self, limit: int) -> bytes:
-        """The whole body; TooLarge when that is more than `limit` bytes."""
+        """The whole body; of one with more than `limit` bytes its beginning, a little more than that."""
         body = await self.piece()
         if self._connection is not None or self._error is not None or self._pieces:
             parts, size = [body], len(body)
@@ -127,8 +123,6 @@ class Answer:
                 parts.append(piece)
                 size += len(piece)
             body = b"".join(parts)
-        if len(body) > limit:
-            raise TooLarge(f"answer is larger than {limit} bytes")
         return body
 
     # for its connection

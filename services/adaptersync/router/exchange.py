@@ -6,13 +6,22 @@ who is asked next is for the caller to know.
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import time
 from collections.abc import Sequence
 
 from adaptersync.router.attempts import Attempt, Attempts
 from adaptersync.router.call import Call
-from adaptersync.router.connection import Answer, ConnectFailed, Gone, NoRoom, ReplicaError, TimedOut, Unsendable
+from adaptersync.router.connection import (
+    Answer,
+    ConnectFailed,
+    CutShort,
+    Gone,
+    NoRoom,
+    ReplicaError,
+    TimedOut,
+    Unsendable,
+)
 from adaptersync.router.connections import Connections
 from adaptersync.router.course import Elsewhere
 from adaptersync.router.credentials import Credentials
@@ -30,6 +39,7 @@ from adaptersync_core.errors import Unroutable
 from adaptersync_core.rollouts import OPEN
 
 WHOLE_BYTES = 256 << 10  # answers up to this size, where known, are read before the first byte is passed on
+SAID_S = 5.0  # for the body of an answer that says what is wrong: nothing is computed for it, and others may do better
 
 
 class Exchange:
@@ -90,21 +100,23 @@ class Exchange:
             attempt.asked(answer)
 
         try:
-            with attempt:
-                with await self._connections.post(member.url, request.target, sent, body, left_s, connected) as answer:
-                    call.row.first_byte_s = time.monotonic() - sent_at
-                    call.row.status = answer.status
-                    reason = fault(answer.status)
-                    if reason or answer.status == 429:
-                        wait_s = max(wait_s, self._judge(answer, reason, replica, member.engine_epoch, last=last))
-                    if (
-                        answer.status == 200
-                        and (answer.length is None or answer.length > WHOLE_BYTES)
-                        and await self._stream(request, call, attempt, answer, sent_at)
-                    ):
-                        self._outages.answered(replica)
-                        return None
-                    whole = await (_as_far_as_it_comes(answer) if reason else answer.read(WHOLE_BYTES))
+            with (
+                attempt,
+                await self._connections.post(member.url, request.target, sent, body, left_s, connected) as answer,
+            ):
+                call.row.first_byte_s = time.monotonic() - sent_at
+                call.row.status = answer.status
+                reason = fault(answer.status)
+                if reason or answer.status == 429:
+                    wait_s = max(wait_s, self._judge(answer, reason, replica, member.engine_epoch, last=last))
+                if (
+                    answer.status == 200
+                    and (answer.length is None or answer.length > WHOLE_BYTES)
+                    and await self._stream(request, call, attempt, answer, sent_at)
+                ):
+                    self._outages.answered(replica)
+                    return None
+                whole = await (answer.read(WHOLE_BYTES) if answer.status == 200 else _said_of_it(answer, reason))
                 if answer.status == 404 and call.row.run and call.row.version.encode() in whole:
                     self._outages.lacking.found(replica, call.row.version, member.engine_epoch)
                     self._view.nudge()  # whoever reports does so at once
@@ -124,7 +136,12 @@ class Exchange:
                 call.answered(whole[-TAIL_BYTES:])
                 call.look_for_void(self._view.table)
                 pairs = answer_headers(answer, call.headers())
-                return Reply(answer.status, with_retry_after(pairs, wait_s) if wait_s else pairs, whole)
+                if wait_s:
+                    pairs = with_retry_after(pairs, wait_s)
+                if len(whole) <= WHOLE_BYTES:
+                    return Reply(answer.status, pairs, whole)
+                await _pass_on(request, attempt, answer, pairs, whole)  # what is wrong, at length
+                return None
         except Unsendable as error:
             raise Unroutable(f"request cannot be passed on: {error}", status=400) from error
         except NoRoom as error:
@@ -181,7 +198,7 @@ class Exchange:
             raise Elsewhere(kind, reason)
 
     async def _stream(self, request: Request, call: Call, attempt: Attempt, answer: Answer, sent_at: float) -> bool:
-        """Pass chunks on as they come; only the tail is remembered, for the token counts. False when there are none.
+        """Pass chunks on as they come. False when there are none.
 
         A replica that queues a stream has said 200: the client is told nothing before there is something of it.
         """
@@ -191,14 +208,7 @@ class Exchange:
         if answer.length is None:  # a long answer that comes whole says nothing of its first token
             call.row.first_token_s = time.monotonic() - sent_at
         call.look_for_void(self._view.table)
-        tail = b""
-        request.begin(answer.status, answer_headers(answer, call.headers()), answer.length)
-        while chunk:
-            attempt.moved()  # from here on nobody else can be asked
-            await request.write(chunk)
-            tail = (tail + chunk)[-TAIL_BYTES:]
-            chunk = await answer.piece()
-        request.end()
+        tail = await _pass_on(request, attempt, answer, answer_headers(answer, call.headers()), chunk)
         first_s = call.row.first_token_s
         if first_s is not None:
             self._metrics.observe("first_token_seconds", first_s, call.row.replica)
@@ -223,10 +233,30 @@ class Exchange:
         )
 
 
-async def _as_far_as_it_comes(answer: Answer) -> bytes:
-    """The body of an answer that is none; it is not asked for the whole of it."""
-    with contextlib.suppress(ReplicaError):
-        return await answer.read(WHOLE_BYTES)
+async def _pass_on(request: Request, attempt: Attempt, answer: Answer, pairs: Sequence[Pair], chunk: bytes) -> bytes:
+    """Begin with this chunk; only the tail is remembered, for the token counts."""
+    tail = b""
+    request.begin(answer.status, pairs, answer.length)
+    while chunk:
+        attempt.moved()  # from here on nobody else can be asked
+        await request.write(chunk)
+        tail = (tail + chunk)[-TAIL_BYTES:]
+        chunk = await answer.piece()
+    request.end()
+    return tail
+
+
+async def _said_of_it(answer: Answer, reason: str) -> bytes:
+    """The body of an answer that says what is wrong, or its beginning; one that is none, by `reason`, need not end."""
+    try:
+        async with asyncio.timeout(SAID_S):
+            return await answer.read(WHOLE_BYTES)
+    except TimeoutError as error:
+        if not reason:
+            raise CutShort(f"what is wrong was not said within {SAID_S:.0f} s") from error
+    except ReplicaError:
+        if not reason:
+            raise
     return b""
 
 

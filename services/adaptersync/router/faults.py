@@ -1,8 +1,8 @@
 """Which answers are none, and what is told of them when no other replica is left. Pure.
 
-Asked for a rollout, an engine says 200 with something in it, or what is wrong with the request. Whatever else comes is
-the replica's fault: that it failed; or, from something that listens in an engine's place, a redirect or a success with
-nothing in it.
+Asked for a rollout, an engine says 200 with something in it, or what is wrong with the request: 4xx, and 501 where it
+cannot do what is asked for. Whatever else comes is the replica's fault: that it failed; or, from something that listens
+in an engine's place, a redirect, a success with nothing in it, or a status of its own making.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import orjson
 from adaptersync_core.errors import Unroutable
 from adaptersync_core.rollouts import Row
 
-FAILED = frozenset({500, 502, 503, 504})  # statuses another replica may do better than
+UNABLE = 501  # every replica would be
+TOLD = frozenset({500, 502, 503, 504})  # a client knows what they mean; of others it is told in words
 NOTHING = "replica answered 200 with nothing in it"
 WORDS = 300  # characters of what a replica says that a client is told
 
 
 def fault(status: int) -> str:
     """What is wrong with an answer of this status, or nothing."""
-    if status in FAILED:
+    if status >= 500 and status != UNABLE:
         return f"replica answered {status}"
     return f"replica answered {status}, which answers nothing" if 200 < status < 400 else ""
 
@@ -29,10 +30,10 @@ def unanswered(row: Row, reason: str, body: bytes, wait_s: float) -> Unroutable:
 
     One form, with the ids, says where to look whoever has failed; a body as it came may be a page of some proxy.
     """
-    failed, said = row.status in FAILED, _words(body)
+    failed, said = row.status >= 500, _words(body)
     return Unroutable(
         f"no replica could answer: {reason}{said and f': {said}'}",
-        status=row.status if failed else 502,
+        status=row.status if row.status in TOLD else 502,
         retry_after_s=wait_s or None,
         next_step="see the replica's log" if failed else "see what listens at the replica's address",
         request=row.request_id,

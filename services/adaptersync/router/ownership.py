@@ -19,7 +19,7 @@ from msgspec import Struct
 from adaptersync.router.policy import Choice, Policy, Standing, choose
 from adaptersync_core.blocks import BY_BYTES
 from adaptersync_core.bus import Bell
-from adaptersync_core.errors import ControlError
+from adaptersync_core.errors import ControlError, ControlUnavailable
 from adaptersync_core.identity import is_adapter_id, parse_adapter_id
 from adaptersync_core.keys import INFLIGHT_TTL_S, OWNERSHIP_TTL_S, PROMISES_TTL_S, QUEUES_TTL_S, REPEATS_TTL_S, Keys
 from adaptersync_core.pipe import Pipe, ScriptCall
@@ -56,7 +56,8 @@ class Arrival(Struct, frozen=True, kw_only=True):
 
 
 class Ownership:
-    """The decision, as this router asks for it. `inflight` are its own sequences by replica."""
+    """The decision, as this router asks for it. `inflight` are its own sequences by replica; `refusal` is what a server
+    that answers has said since the last beat but one instead of doing what it was asked, as when it takes no writes."""
 
     def __init__(
         self, pipe: Pipe, keys: Keys, *, router: str, policy: Policy, spill: int, blocks_per_version: int
@@ -73,18 +74,21 @@ class Ownership:
         self._touches: dict[str, tuple[str, ...]] = {}
         # the requests of a group are alike, and to pack one costs 6 us
         self._calls = lru_cache(maxsize=CALLS)(self._call)
+        self._refused = ""  # since the last beat
+        self.refusal = ""
         self.inflight: Counter[str] = Counter()
 
     @property
     def reachable(self) -> bool:
-        return self._pipe.connected
+        return self._pipe.connected and not self.refusal
 
     async def choose(self, arrival: Arrival) -> Choice:
         """One of its candidates (at least one), counted in flight until `release`."""
         self._touched(arrival.version)
         try:
             reply = await self._pipe.script(self._calls(arrival))
-        except ControlError:
+        except ControlError as error:
+            self._failed(error)
             choice = self._alone(arrival)
         else:
             choice = Choice(
@@ -151,9 +155,14 @@ class Ownership:
                 await self._tell("release", self._router, *pairs)
 
     async def beat(self) -> None:
-        """Renew the lease and mend the counts; runs until cancelled."""
+        """Renew the lease and mend the counts, and say when the server is of no use; runs until cancelled."""
         while True:
             await self._count(LEASE_S)
+            before, self.refusal, self._refused = self.refusal, self._refused, ""
+            if self.refusal and not before:
+                log.warning("cache server does not do what it is asked: deciding alone; %s", self.refusal)
+            elif before and not self.refusal:
+                log.info("cache server does what it is asked again")
             await asyncio.sleep(BEAT_S)
 
     async def forget(self, live: Collection[str]) -> None:
@@ -179,7 +188,12 @@ class Ownership:
         try:
             await self._pipe.script(ScriptCall(self._scripts[script], (self._keys.inflight,), arguments))
         except ControlError as error:
+            self._failed(error)
             log.debug("counts not told, the next beat mends them: %s", error)
+
+    def _failed(self, error: ControlError) -> None:
+        if not isinstance(error, ControlUnavailable):  # of that the connection tells
+            self._refused = str(error)
 
     def _touched(self, version: str) -> tuple[str, ...]:
         """The keys that a choice for this version touches; remembered, and with them who is to be forgotten."""

@@ -2,7 +2,8 @@
 
 A request goes to one replica as a whole. Its first prompt decides which: batches of one kind differ in their ends, and
 those that come again come in the same order. The others are only noted as owned where it went, so that a request for
-one of them alone finds it; as many as `PROMPTS`, and together as many blocks as one prompt may have.
+one of them alone finds it; as many as `PROMPTS`, and together as many blocks as one prompt may have. Of anything else
+no objects are made, whatever its shape: it would hold up all that the router does, in another thread as well.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import logging
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Literal
 
 import msgspec
 import orjson
 from msgspec import Raw, Struct
+from msgspec.structs import astuple
 
-from adaptersync.router.asked import NO, NOTHING, NULL, YES, Asked
+from adaptersync.router.asked import NO, NOTHING, NULL, YES, Asked, manifold
 from adaptersync.router.chat import Inexact
 from adaptersync.router.tokenizer import Tokenizer
 from adaptersync.router.tokens import chat_bytes, text_bytes, token_ids
@@ -31,7 +34,8 @@ QUEUED = 64  # requests that wait for them or have them: two seconds; what comes
 FAR = 256 << 10  # bytes of JSON that are read where they arrive, within two milliseconds, where nothing is tokenized
 WHOLE = 1 << 20  # bytes of a conversation that is rendered
 
-_FLAT = re.compile(rb"\s*\[\s*\d")  # begins like token ids
+_FLAT = re.compile(rb"\s*\[\s*-?\d")  # begins like token ids
+_BATCH = re.compile(rb'\s*\[\s*["\[]')  # or like several prompts
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +68,7 @@ class Reader:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
+        self._prompt = msgspec.json.Decoder(str | list[int])
         self._queued = 0
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
 
@@ -89,11 +94,11 @@ class Reader:
         """`busy`: there is no time for a tokenizer."""
         each = max(_number(asked.n), _number(asked.best_of))
         try:
-            prompts = _chat(asked) if chat else _prompts(asked.prompt, limit)
-        except (msgspec.DecodeError, RecursionError):  # numbers without bounds, depths without end
+            prompts = _prompts(asked.messages if chat else asked.prompt, chat=chat)
+        except (msgspec.DecodeError, RecursionError):  # depths without end
             prompts = []
         looked: list[Looked] = []
-        seen: list[object] = []
+        seen: list[Raw] = []
         for prompt in prompts[:PROMPTS]:
             if prompt in seen or limit <= 0:
                 continue
@@ -104,12 +109,16 @@ class Reader:
         weight = min(each * max(len(prompts), 1), WEIGHT)
         return Prompts(looked=tuple(looked), weight=weight, alike=min(alike, weight))
 
-    def _look(self, prompt: object, asked: Asked, *, chat: bool, limit: int, busy: bool) -> Looked:
+    def _look(self, raw: Raw, asked: Asked, *, chat: bool, limit: int, busy: bool) -> Looked:
+        if chat and manifold(raw):
+            return Looked(reason="large")
+        try:
+            prompt = msgspec.json.decode(raw) if chat else self._decoded(raw, limit)
+        except (msgspec.DecodeError, RecursionError):  # numbers without bounds, and what is no prompt
+            return NOTHING_READ
         if isinstance(prompt, list) and not chat:
             ids = token_ids(prompt, limit)
             return Looked(tokens=ids, read="ids") if len(ids) else NOTHING_READ
-        if not chat and not isinstance(prompt, str):
-            return NOTHING_READ
         reason = "off" if self._tokenizer is None else "busy"
         if self._tokenizer is not None and not busy:
             try:
@@ -126,6 +135,13 @@ class Reader:
             return NOTHING_READ
         return Looked(tokens=numbers, read="bytes", reason=reason)
 
+    def _decoded(self, raw: Raw, limit: int) -> str | list[int]:
+        """A text, or token ids; of many only the first. DecodeError at the first thing that is neither."""
+        if len(raw) > FAR and _FLAT.match(raw):
+            first = bytes(raw).split(b",", limit)[:limit]  # the rest is not looked at
+            return self._prompt.decode(b",".join(first).rstrip(b"] \n\r\t") + b"]")
+        return self._prompt.decode(raw)
+
     @staticmethod
     def _exactly(tokenizer: Tokenizer, prompt: object, asked: Asked, *, chat: bool, limit: int) -> Sequence[int]:
         if asked.truncate_prompt_tokens not in NULL:
@@ -133,7 +149,7 @@ class Reader:
         if asked.add_special_tokens not in (NOTHING, YES, NO):
             raise Inexact("fields")
         if chat:
-            if _template_bytes(asked) > WHOLE:
+            if _template_bytes(asked) > WHOLE or any(map(manifold, _template_parts(asked))):
                 raise Inexact("large")
             return tokenizer.text(tokenizer.chat(asked), limit, special=asked.add_special_tokens == YES)
         if asked.suffix not in NULL:
@@ -141,25 +157,29 @@ class Reader:
         return tokenizer.text(str(prompt), limit, special=asked.add_special_tokens != NO)
 
 
-def _prompts(raw: Raw, limit: int) -> list[object]:
+def _prompts(raw: Raw, *, chat: bool) -> list[Raw]:
+    """Each as it was written, and no more than a request can count for."""
     if raw in NULL:
         return []
-    if len(raw) > FAR and _FLAT.match(raw):
-        first = bytes(raw).split(b",", limit)[:limit]  # the rest is not looked at
-        value = msgspec.json.decode(b",".join(first).rstrip(b"] \n\r\t") + b"]")
-    else:
-        value = msgspec.json.decode(raw)
-    batch = isinstance(value, list) and value and isinstance(value[0], str | list)
-    return list(value) if batch else [value]
+    if chat or not _BATCH.match(raw):
+        return [raw]
+    return [prompt for prompt in astuple(_batches().decode(raw)) if len(prompt)]
+
+
+@cache
+def _batches() -> msgspec.json.Decoder[Struct]:
+    """A list as a struct, since what follows a struct's last field is passed over."""
+    fields = [(f"prompt_{number}", Raw, NOTHING) for number in range(WEIGHT)]
+    return msgspec.json.Decoder(msgspec.defstruct("Batch", fields, array_like=True))
 
 
 def _template_bytes(asked: Asked) -> int:
-    """Of all that a template may print."""
-    return sum(map(len, (asked.messages, asked.tools, asked.documents, asked.chat_template_kwargs)))
+    return sum(map(len, _template_parts(asked)))
 
 
-def _chat(asked: Asked) -> list[object]:
-    return [] if asked.messages in NULL else [msgspec.json.decode(asked.messages)]
+def _template_parts(asked: Asked) -> tuple[Raw, ...]:
+    """All that a template may print."""
+    return asked.messages, asked.tools, asked.documents, asked.chat_template_kwargs
 
 
 def _is_ids(asked: Asked, *, chat: bool) -> bool:

@@ -19,7 +19,7 @@ from msgspec import Raw
 
 from adaptersync.router.admission import Admission
 from adaptersync.router.answers import refusal
-from adaptersync.router.asked import Asked, check, fingerprint
+from adaptersync.router.asked import Asked, check, crowded, fingerprint
 from adaptersync.router.call import Call
 from adaptersync.router.chains import NONE, Chains, RememberedChains
 from adaptersync.router.course import Course, Elsewhere, Leg
@@ -177,7 +177,7 @@ class Proxy:
             self._bytes += size
             try:
                 if asked.model and asked.model != target.model:
-                    body = _rename(body, target.model)
+                    body = _rename(body, asked, target.model)
                 # what is not generated leaves nothing in a replica's cache
                 chains = await self._chains(target, asked, chat=request.path == CHAT) if generates else NONE
                 return await self._dispatch(request, call, target, body, chains, kept)
@@ -331,8 +331,15 @@ class Proxy:
             self._ledger.close(row, sent=call.sent)
 
 
-def _rename(body: bytes, model: str) -> bytes:
+def _rename(body: bytes, asked: Asked, model: str) -> bytes:
     """The same object with another `model`; every other value keeps its bytes."""
+    if crowded(body, asked):
+        raise Unroutable(
+            "request body has too many fields for another name to be written into it",
+            status=400,
+            next_step="leave them out, or ask for the version by its own name",
+            version=model,
+        )
     try:
         fields = msgspec.json.decode(body, type=dict[str, Raw])
     except (msgspec.DecodeError, RecursionError) as error:  # in a field that nobody has read so far

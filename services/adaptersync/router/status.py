@@ -117,7 +117,7 @@ class Status:
             },
             "redis": {
                 "control": "reachable" if view.reachable else "away: serving the last table",
-                "cache": "reachable" if self._ownership.reachable else "away: deciding alone",
+                "cache": self._cache(),
             },
         }
         return json_answer(body, status=503 if refuses else 200)
@@ -171,6 +171,12 @@ class Status:
         metrics.gauge("ledger_spool_bytes", ledger.spool_used)
         metrics.gauge("ledger_spool_limit_bytes", ledger.spool_limit)
         metrics.gauge("cache_reachable", self._ownership.reachable)
+
+    def _cache(self) -> str:
+        if self._ownership.reachable:
+            return "reachable"
+        refusal = self._ownership.refusal
+        return f"refuses, deciding alone: {refusal}" if refusal else "away: deciding alone"
 
     def _in_flight(self, replica: str) -> int:
         """At all its ranks."""

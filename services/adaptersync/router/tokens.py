@@ -15,7 +15,7 @@ import orjson
 _UNIT = 4  # bytes of text in one number
 
 
-def token_ids(ids: list[object], limit: int) -> Sequence[int]:
+def token_ids(ids: Sequence[object], limit: int) -> Sequence[int]:
     """Each is 0 to 2**32 - 1, or they are not what they should be."""
     try:
         return array("I", ids[:limit])  # type: ignore[arg-type]  # what is not a token id is what the array refuses

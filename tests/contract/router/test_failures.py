@@ -7,6 +7,7 @@ import asyncio
 import aiohttp
 import pytest
 
+from adaptersync.router import exchange
 from support.raw_server import Talk, answering, raw_server
 from support.router_fleet import V1, V2, V3, Fleet, Servers
 from support.wait import wait_until
@@ -31,7 +32,7 @@ async def test_a_dead_replica_is_replaced(fleet: Fleet) -> None:
         assert health.json["replicas"][owner.name]["reason"].startswith("left out by this router, asked again in ")
 
 
-@pytest.mark.parametrize("status", [500, 503, 302, 204, 200])
+@pytest.mark.parametrize("status", [500, 503, 507, 999, 302, 204, 200])
 async def test_a_replica_that_fails_or_answers_nothing_is_replaced_and_left_out_when_it_goes_on(
     fleet: Fleet, status: int
 ) -> None:
@@ -106,6 +107,63 @@ async def test_words_that_do_not_end_leave_the_status(fleet: Fleet) -> None:
                 assert (answer.status, "replica answered 500 (" in answer.message) == (500, True)
             # each has failed once, and not in two ways
             assert (await fleet.get("/health")).json["replicas"]["replica-0"]["circuit"] == "closed"
+
+
+@pytest.mark.parametrize("status", [400, 404, 429])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_what_is_wrong_with_a_request_is_passed_on_at_any_length(
+    fleet: Fleet, status: int, chunked: bool
+) -> None:
+    """vLLM repeats what it cannot take: twenty thousand token ids come back twice."""
+    said = b'{"error":{"message":"%b"}}' % (b"40000, " * 100_000)
+    coded = b"%x\r\n%b\r\n0\r\n\r\n" % (len(said), said)
+    head = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % len(said)
+    answers = [b"HTTP/1.1 %d Oh\r\n%b\r\n\r\n%b" % (status, head, coded if chunked else said)] * 9
+    async with raw_server(answering(*answers)) as one, raw_server(answering(*answers)) as other:
+        await fleet.tables.write({V1: "current"}, {"replica-0": one.url, "replica-1": other.url})
+        async with fleet.router():
+            for number in range(3):
+                answer = await fleet.complete(V1, [number] * 64)
+                assert (answer.status, answer.body == said) == (status, True)
+                assert answer.headers["x-adaptersync-version"] == V1
+            assert len(one.requests) + len(other.requests) == 3 * (2 if status == 429 else 1)
+            assert {(row["status"], row["outcome"]) for row in await fleet.rows(3)} == {(str(status), "refused")}
+            health = (await fleet.get("/health")).json
+            assert {each["circuit"] for each in health["replicas"].values()} == {"closed"}
+
+
+async def test_an_error_that_stops_in_the_middle_is_not_waited_for(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "SAID_S", 0.2)
+
+    async def script(talk: Talk) -> None:
+        await talk.request()
+        await talk.say(b"HTTP/1.1 404 Oh\r\ncontent-length: 900\r\n\r\nhalf of")
+        await talk.reader.read()
+
+    async with raw_server(script) as raw:
+        await fleet.tables.write({V1: "current"}, fleet.urls | {"replica-0": raw.url})
+        async with fleet.router():
+            asking = asyncio.gather(*(fleet.complete(V1, [number] * 64) for number in range(8)))
+            answers = await asyncio.wait_for(asking, 10)
+            assert {(each.status, each.headers["x-adaptersync-replica"]) for each in answers} == {(200, "replica-1")}
+            assert raw.requests
+
+
+async def test_nor_are_the_words_of_the_last_that_fails(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "SAID_S", 0.2)
+
+    async def script(talk: Talk) -> None:
+        await talk.request()
+        await talk.say(b"HTTP/1.1 500 Oh\r\ncontent-length: 900\r\n\r\nhalf of")
+        await talk.reader.read()
+
+    async with raw_server(script) as raw:
+        await fleet.tables.write({V1: "current"}, {"replica-0": raw.url})
+        async with fleet.router():
+            answer = await asyncio.wait_for(fleet.complete(V1), 10)
+            assert (answer.status, "replica answered 500 (" in answer.message) == (500, True)
 
 
 async def test_when_nobody_can_be_reached_it_says_so(fleet: Fleet) -> None:
@@ -316,6 +374,31 @@ async def test_without_the_cache_server_it_decides_alone(own_fleet: Fleet, serve
         assert {row["routing"] for row in rows[1:]} == {"local"}
         await asyncio.to_thread(servers.cache.start)
         await wait_until(lambda: _routed_by_redis(fleet), timeout_s=10.0)
+
+
+async def test_a_cache_server_that_takes_no_writes_is_said_to_be_of_no_use(
+    own_fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = own_fleet
+    caplog.set_level("INFO", "adaptersync.router.ownership")
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        assert await _routed_by_redis(fleet)
+        await fleet.cache.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
+        await fleet.cache.command("CONFIG", "SET", "maxmemory", "1000")
+        await wait_until(lambda: _cache_refuses(fleet), timeout_s=10.0)
+        assert "adaptersync_router_cache_reachable 0.0" in (await fleet.get("/metrics")).body.decode()
+        assert (await fleet.complete(V1, LONG)).status == 200
+        await fleet.cache.command("CONFIG", "SET", "maxmemory", "0")
+        await wait_until(lambda: _routed_by_redis(fleet), timeout_s=10.0)
+    said = [record.message for record in caplog.records if record.name == "adaptersync.router.ownership"]
+    assert len(said) == 2, said
+    assert said[0].startswith("cache server does not do what it is asked: deciding alone; Redis refused: OOM")
+
+
+async def _cache_refuses(fleet: Fleet) -> bool:
+    said = (await fleet.get("/health")).json["redis"]["cache"]
+    return str(said).startswith("refuses, deciding alone: Redis refused: OOM")
 
 
 async def _routed_by_redis(fleet: Fleet) -> bool:

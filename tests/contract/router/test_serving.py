@@ -9,6 +9,7 @@ import aiohttp
 import orjson
 import pytest
 
+from adaptersync.router.asked import PARTS
 from adaptersync_core.records import Traffic
 from adaptersync_core.registry import Registry
 from support.raw_server import answering, raw_server
@@ -326,6 +327,21 @@ async def _chunks(size: int):  # type: ignore[no-untyped-def]
 
 
 # what is not passed on
+
+
+async def test_a_body_with_very_many_fields_is_not_taken_apart_to_write_a_version_into_it(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    many = b",".join(b'"%x":0' % number for number in range(PARTS))
+    async with fleet.router():
+        for model, status in ((b"run-a", 400), (V1.encode(), 200)):
+            answer = await fleet.post("/v1/completions", b'{"model":"%b","prompt":[1],%b}' % (model, many))
+            assert answer.status == status
+            if status == 400:
+                assert "ask for the version by its own name" in answer.message
+        long = b'{"model":"run-a","messages":[{"content":"%b"}]}' % (b"key: value, " * PARTS)
+        answer = await fleet.post("/v1/chat/completions", long)
+        assert (answer.status, answer.headers["x-adaptersync-version"]) == (200, V1)
+        await fleet.rows(3)
 
 
 @pytest.mark.parametrize(

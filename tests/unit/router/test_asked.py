@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import msgspec
 import pytest
 
-from adaptersync.router.asked import Asked, check
+from adaptersync.router.asked import PARTS, Asked, check, crowded
 from adaptersync_core.errors import Unroutable
 
 COMPLETION = '{"model": "m", "prompt": "p", %s}'
@@ -48,6 +49,7 @@ FOREIGN = [
     ('"vllm_xargs": {"kv_transfer_params": "x"}', "vllm_xargs.kv_transfer_params"),
     ('"vllm_xargs": {"ec_transfer_params": ["x"]}', "vllm_xargs.ec_transfer_params"),
     ('"vllm_xargs": {"kv_cache_report_mode": "full"}', "vllm_xargs.kv_cache_report_mode"),
+    ('"vllm_xargs": {"a": {"b": 1}, "kv\\u005fcache_report_mode": null}', "vllm_xargs.kv_cache_report_mode"),
     ('"prompt_embeds": "AAAA"', "prompt_embeds"),
 ]
 
@@ -81,6 +83,29 @@ def test_what_is_not_the_versions_own_is_refused(form: str, fields: str, named: 
 @pytest.mark.parametrize("fields", ['"kv_transfer_params": null', '"vllm_xargs": {"a": 1}', '"vllm_xargs": 7'])
 def test_what_vllm_ignores_or_refuses_is_left_to_it(fields: str) -> None:
     _check(COMPLETION, fields)
+
+
+def test_of_arguments_that_nobody_looks_for_there_may_be_a_million() -> None:
+    many = ",".join(f'"{number:x}":0' for number in range(100_000))
+    asked = msgspec.json.decode(COMPLETION % f'"vllm_xargs": {{{many}}}', type=Asked)
+    tracemalloc.start()
+    try:
+        check(asked, chat=False, scoring=False)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_may_be_long_does_not_crowd_a_body() -> None:
+    def of(fields: str) -> bool:
+        body = (COMPLETION % fields).encode()
+        return crowded(body, msgspec.json.decode(body, type=Asked))
+
+    colons = json.dumps("key: value, " * (PARTS + 1))
+    assert not of(f'"messages": [{{"content": {colons}}}], "tools": [{colons}], "documents": [{colons}]')
+    assert not of(",".join(f'"{number:x}":0' for number in range(PARTS - 10)))
+    assert of(",".join(f'"{number:x}":0' for number in range(PARTS)))
+    assert of(",".join(['"model":"m"'] * PARTS))
 
 
 @pytest.mark.vllm

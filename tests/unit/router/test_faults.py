@@ -13,7 +13,7 @@ def test_successes_and_refusals_are_answers(status: int) -> None:
     assert fault(status) == ""
 
 
-@pytest.mark.parametrize("status", [201, 204, 206, 301, 302, 304, 307, 399, 500, 502, 503, 504])
+@pytest.mark.parametrize("status", [201, 204, 206, 301, 302, 304, 307, 399, 500, 502, 503, 504, 505, 507, 520, 999])
 def test_anything_else_is_the_replicas_fault(status: int) -> None:
     assert fault(status).startswith(f"replica answered {status}")
 
@@ -41,7 +41,9 @@ def test_words_are_bounded() -> None:
     assert said.count("x") < WORDS + 5
 
 
-@pytest.mark.parametrize(("status", "told"), [(500, 500), (503, 503), (302, 502), (204, 502), (200, 502)])
+@pytest.mark.parametrize(
+    ("status", "told"), [(500, 500), (503, 503), (302, 502), (204, 502), (200, 502), (507, 502), (999, 502)]
+)
 def test_who_failed_gives_the_status(status: int, told: int) -> None:
     error = unanswered(_row(status), "reason", b"", 7.0)
     assert (error.status, error.retry_after_s) == (told, 7.0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
+from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
@@ -12,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptersync.router import prompts as module
-from adaptersync.router.asked import Asked
+from adaptersync.router.asked import PARTS, Asked, manifold
 from adaptersync.router.chat import Inexact
-from adaptersync.router.prompts import FAR, INLINE, PROMPTS, WEIGHT, WHOLE, Prompts, Reader
+from adaptersync.router.prompts import FAR, INLINE, PROMPTS, WEIGHT, WHOLE, Looked, Prompts, Reader
 from adaptersync.router.tokenizer import Tokenizer
 
 
@@ -187,3 +189,50 @@ async def test_more_texts_than_can_be_tokenized_go_by_their_bytes(monkeypatch: p
     found = await asyncio.gather(*(reader.read(text, chat=False, limit=10) for _ in range(3)))
     assert [each.first.read for each in found] == ["tokenizer", "bytes", "bytes"]
     assert found[1].first.reason == "busy"
+
+
+@pytest.mark.parametrize("each", [b"[1]", b"[]", b"[[]]", b"{}", b'["a"]', b'"ab"', b"[1.5]"])
+@pytest.mark.parametrize("first", [b"", b'"a",', b"[1],", b"{},", b"1.5,", b"-1,"])
+def test_of_what_is_not_looked_up_no_objects_are_made(first: bytes, each: bytes) -> None:
+    """They would be made in one go, and nothing else goes on until then."""
+    raw = b"[" + first + b",".join([each] * 100_000) + b"]"
+    reader = Reader(None)
+    reader.read_now(asked(prompt=["a", "b"]), chat=False, limit=100)
+    assert _peak(lambda: reader.read_now(Asked(prompt=msgspec.Raw(raw)), chat=False, limit=100)) < 3 * len(raw)
+
+
+@pytest.mark.parametrize("tokenizer", [None, cast(Tokenizer, Letters())])
+def test_a_conversation_of_very_many_parts_is_not_looked_up(tokenizer: Tokenizer | None) -> None:
+    reader = Reader(tokenizer)
+    parts = [{"type": "text", "text": "a, [b] and {c}, " * 10}] * (PARTS // 20)
+    few = asked(messages=[{"role": "user", "content": parts[:100]}], n=3)
+    many = asked(messages=[{"role": "user", "content": parts}], n=3)
+    assert [manifold(few.messages), manifold(many.messages)] == [False, True]
+    assert reader.read_now(few, chat=True, limit=100).first.read != "nothing"
+    found: list[Prompts] = []
+    assert _peak(lambda: found.append(reader.read_now(many, chat=True, limit=100))) < 2 * len(many.messages)
+    assert found == [Prompts(looked=(Looked(reason="large"),), weight=3, alike=3)]
+
+
+@pytest.mark.parametrize("field", ["tools", "documents", "chat_template_kwargs"])
+def test_nor_is_a_template_given_very_many(field: str) -> None:
+    fields: dict[str, Any] = {"messages": CHAT, field: [{}] * PARTS}
+    prompts = read(**fields)
+    assert (prompts.first.read, prompts.first.reason) == ("bytes", "large")
+
+
+def test_a_long_text_is_looked_up_whatever_is_in_it() -> None:
+    prompts = Reader(None).read_now(asked(prompt=", [{" * PARTS), chat=False, limit=100)
+    assert len(prompts.first.tokens) == 100
+    chat = Reader(None).read_now(asked(messages=[{"content": "words " * PARTS}]), chat=True, limit=100)
+    assert len(chat.first.tokens) == 100
+
+
+def _peak(call: Callable[[], object]) -> int:
+    """Bytes that it takes for objects."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from adaptersync.router.policy import Policy
 from adaptersync_core.blocks import BY_BYTES
 from adaptersync_core.rollouts import Row
 from adaptersync_tools import replay
+from adaptersync_tools.cli import main
 from adaptersync_tools.replay import LATE_S, Figures, Order, Presence, Replay
 
 
@@ -169,3 +173,27 @@ def test_what_a_prompt_shares_with_the_one_that_it_goes_on_from_is_not_prefilled
     for each in rows[:3]:
         made.read(each)
     assert made.figures()[1].elsewhere == 0  # four blocks more are no queue
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"chain": "5:"},
+        {"chain": "zz"},
+        {"chain": "x:y z w"},
+        {"chain": "5:00000000000000a4 "},
+        {"started_at": 1e18},
+        {"hold_s": 1e18},
+        {"total_s": -1e18},
+    ],
+)
+def test_a_damaged_row_is_named_by_file_and_line(
+    damaged: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = row("a", 10.0, hold_s=2.0, chain="4:00000000000000a4~ 00000000000000a8~", blocks=8)
+    file = tmp_path / "rollouts.jsonl"
+    file.write_bytes(b"\n".join(msgspec.json.encode(each) for each in (good, replace(good, **damaged))))
+    assert main(["route", "replay", str(file)]) != 0
+    assert f"line 2 is no row of a ledger: `{next(iter(damaged))}` is no" in capsys.readouterr().err.replace("\n", " ")
+    file.write_bytes(msgspec.json.encode(good))
+    assert main(["route", "replay", str(file)]) == 0

@@ -16,7 +16,7 @@ from adaptersync_core.registry import Registry
 from adaptersync_core.rollouts import Row, pages
 from adaptersync_tools.cli.common import config_option, json_option, settings, visit
 from adaptersync_tools.output import console, print_json, table
-from adaptersync_tools.replay import RECORDED, Presence, Replay
+from adaptersync_tools.replay import RECORDED, Presence, Replay, damage
 
 READ_S = 3600.0  # for a ledger of any length
 
@@ -132,9 +132,12 @@ def _rows(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                yield decoder.decode(line)
+                row = decoder.decode(line)
             except msgspec.DecodeError as error:
                 raise NameInvalid(f"line {number} is no row of a ledger: {error}", file=str(path)) from error
+            if wrong := damage(row):
+                raise NameInvalid(f"line {number} is no row of a ledger: {wrong}", file=str(path))
+            yield row
 
 
 COMMANDS = (route,)

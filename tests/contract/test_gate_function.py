@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from rq import Queue
@@ -68,6 +69,11 @@ async def record(group: Group, version: str) -> VersionRecord:
         (("passes", {}), "current", ""),
         (("fails", {}), "rolled_back", "answers too long"),
         (("cannot_say", {"gate_inconclusive": "refuse"}), "rolled_back", "inconclusive: too few samples"),
+        (
+            ("exits", {"gate_inconclusive": "refuse"}),
+            "rolled_back",
+            "inconclusive: support.gates:exits: SystemExit: no GPU",
+        ),
     ],
     indirect=["group"],
 )
@@ -233,6 +239,13 @@ def _evaluate(config: Config, version: str) -> str:
         ("support.gates:answers_nonsense", "returned no Verdict: 'yes'"),
         ("support.gates:not_there", "AttributeError"),
         ("nowhere_at_all:judge", "ModuleNotFoundError"),
+        ("support.gates:exits", "SystemExit: no GPU"),
+        ("support.gates:is_interrupted", "KeyboardInterrupt"),
+        ("support.gates:raises_what_cannot_be_told", "Unspeakable: it cannot be shown, for RuntimeError"),
+        ("support.gates:answers_what_cannot_be_told", "returned no Verdict: it cannot be shown, for RuntimeError"),
+        ("support.gates:fails_with_half_a_character", "OSError: no such file: answers-\\udce4.json"),
+        ("support.gates:answers_no_outcome", "ValidationError"),
+        ("support.gates:answers_no_reason", "ValidationError"),
     ],
 )
 def test_what_cannot_be_asked_cannot_say(function: str, reason: str, tmp_path: Path) -> None:
@@ -241,6 +254,12 @@ def test_what_cannot_be_asked_cannot_say(function: str, reason: str, tmp_path: P
     verdict = ask(config, manifest_of(small_adapter(tmp_path / "a")))
     assert verdict.outcome == "inconclusive"
     assert reason in verdict.reason
+    msgspec.json.encode(verdict)  # as it is sent
+
+
+def test_a_reason_that_cannot_be_sent_is_written_otherwise(tmp_path: Path) -> None:
+    verdict = ask(gated(Config(), "passes_with_half_a_character"), manifest_of(small_adapter(tmp_path / "a")))
+    assert (verdict.outcome, verdict.reason) == ("pass", "as in answers-\\udce4.json")
 
 
 def test_one_that_takes_too_long_is_interrupted_and_cannot_say(tmp_path: Path) -> None:

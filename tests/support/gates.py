@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -51,3 +52,42 @@ def starts_something(candidate: Candidate) -> Verdict:
     handed = subprocess.run(["env"], capture_output=True, check=True).stdout
     Path(os.environ["GATE_BEGUN"]).write_bytes(handed)
     return Verdict(outcome="pass")
+
+
+class Unspeakable(BaseException):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+    __repr__ = __str__
+
+
+def exits(candidate: Candidate) -> Verdict:
+    sys.exit("no GPU")
+
+
+def is_interrupted(candidate: Candidate) -> Verdict:
+    raise KeyboardInterrupt
+
+
+def raises_what_cannot_be_told(candidate: Candidate) -> Verdict:
+    raise Unspeakable
+
+
+def answers_what_cannot_be_told(candidate: Candidate) -> object:
+    return Unspeakable()
+
+
+def fails_with_half_a_character(candidate: Candidate) -> Verdict:
+    raise OSError("no such file: answers-\udce4.json")
+
+
+def answers_no_outcome(candidate: Candidate) -> Verdict:
+    return Verdict(outcome=["pass"])  # type: ignore[arg-type]
+
+
+def answers_no_reason(candidate: Candidate) -> Verdict:
+    return Verdict(outcome="pass", reason=None)  # type: ignore[arg-type]
+
+
+def passes_with_half_a_character(candidate: Candidate) -> Verdict:
+    return Verdict(outcome="pass", reason="as in answers-\udce4.json")

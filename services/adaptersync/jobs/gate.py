@@ -15,9 +15,11 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
 from adaptersync_core.api_keys import read_secret
@@ -65,17 +67,38 @@ def evaluate_version(adapter_id: str) -> str:
 
 
 def ask(config: Config, manifest: Manifest) -> Verdict:
-    """What the function says; inconclusive when it cannot be asked, fails, or answers something else."""
+    """What the function says; inconclusive when it cannot be asked, fails, or answers something else.
+
+    Code of somebody else: it may exit, and even what it leaves behind may fail when it is looked at. A job that failed
+    with it would be asked for again, and the version would wait until its time is up.
+    """
     named = config.coordinator.gate_function
     module, _, function = named.partition(":")
     try:
-        verdict = getattr(importlib.import_module(module), function)(_candidate(config, manifest))
-    except Exception as error:  # code of somebody else, and what interrupts it when its time is up
-        log.warning("%s: %s", named, error, exc_info=True)
-        return Verdict(outcome="inconclusive", reason=f"{named}: {type(error).__name__}: {error}")
-    if not isinstance(verdict, Verdict) or verdict.outcome not in KINDS:
-        return Verdict(outcome="inconclusive", reason=f"{named} returned no Verdict: {verdict!r}")
-    return verdict
+        answer = getattr(importlib.import_module(module), function)(_candidate(config, manifest))
+        if not isinstance(answer, Verdict):
+            return _inconclusive(f"{named} returned no Verdict: {_shown(answer, repr)}")
+        verdict = msgspec.convert(msgspec.structs.asdict(answer), Verdict)
+        return Verdict(outcome=verdict.outcome, reason=_written(verdict.reason))
+    except BaseException as error:  # and what interrupts it when its time is up
+        log.warning("%s", named, exc_info=True)
+        return _inconclusive(f"{named}: {type(error).__name__}: {_shown(error, str)}")
+
+
+def _inconclusive(reason: str) -> Verdict:
+    return Verdict(outcome="inconclusive", reason=_written(reason))
+
+
+def _shown(left: object, how: Callable[[object], str]) -> str:
+    try:
+        return how(left)
+    except BaseException as error:
+        return f"it cannot be shown, for {type(error).__name__}"
+
+
+def _written(reason: str) -> str:
+    """As it can be sent: not every text of Python's can."""
+    return reason[:REASON].encode(errors="backslashreplace").decode()[:REASON]
 
 
 def _candidate(config: Config, manifest: Manifest) -> Candidate:
@@ -114,7 +137,7 @@ async def _say(config: Config, manifest: Manifest, verdict: Verdict) -> str:
     if await _waiting(config, manifest.adapter_id) is None:
         return f"{verdict.outcome}, and it waits no more"
     name = manifest.adapter_id
-    request = Request(kind=KINDS[verdict.outcome], run=manifest.run, version=name, reason=verdict.reason[:REASON])
+    request = Request(kind=KINDS[verdict.outcome], run=manifest.run, version=name, reason=verdict.reason)
     client = RedisClient(config.redis.control_url, name="gate")
     try:
         registry = Registry(client, Keys(config.group.name))

@@ -1,22 +1,30 @@
-"""How commands speak: tables and colours on a terminal, plain text into a pipe, JSON for programs."""
+"""How commands speak: tables and colours on a terminal, plain text into a pipe, JSON for programs.
+
+Names and reasons are what others wrote to Redis. So nothing of them reaches a terminal that it would obey, whichever
+command shows it, nor a line's end that would let them write lines of ours; programs get them as they are.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 import orjson
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from adaptersync.coordinator import views
 from adaptersync_tools.up import Progress
 
+# what a terminal obeys, what turns text round, and half characters, which cannot be written at all
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 PIPE_WIDTH = 200  # columns, where there is no terminal to ask
 STATE_STYLES = {
     "ready": "green",
@@ -50,10 +58,31 @@ EVENT_STYLES = {
 }
 
 
+class HarmlessConsole(Console):
+    """Colours, and where the cursor stands, are its own doing; no text brings them with it."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control or not _OBEYED.search(text) else Segment(_OBEYED.sub("�", text), style)
+
+
+def one_line(text: str) -> str:
+    """Text of others that shall be no more than a line, and show what else is in it."""
+    return _OBEYED.sub("�", " ".join(text.splitlines()))
+
+
+class OneLine(logging.Formatter):
+    """For warnings, which name what is in Redis."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return one_line(super().format(record))
+
+
 def console(*, stderr: bool = False) -> Console:
     """Colours only where somebody sees them; a pipe gets whole lines."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, highlight=False, soft_wrap=False, width=None if stream.isatty() else PIPE_WIDTH)
+    return HarmlessConsole(file=stream, highlight=False, soft_wrap=False, width=None if stream.isatty() else PIPE_WIDTH)
 
 
 def print_json(document: Any) -> None:
@@ -65,7 +94,7 @@ def print_json(document: Any) -> None:
 
 
 def state(name: str) -> Text:
-    return Text(name, style=STATE_STYLES.get(name, ""))
+    return Text(one_line(name), style=STATE_STYLES.get(name, ""))
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, dense: bool = False) -> Table:
@@ -92,7 +121,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def _cell(value: Any) -> Text:
-    return Text("" if value is None else str(value))
+    return Text("" if value is None else one_line(str(value)))
 
 
 class ConsoleLog(logging.Handler):

@@ -17,7 +17,7 @@ from adaptersync.coordinator.overview import Cell, Column, Overview
 from adaptersync.coordinator.phases import Span
 from adaptersync.coordinator.recent import Promotion
 from adaptersync_core.identity import parse_adapter_id
-from adaptersync_tools.output import EVENT_STYLES, STATE_STYLES, seconds, state, table
+from adaptersync_tools.output import EVENT_STYLES, STATE_STYLES, one_line, seconds, state, table
 
 NARROW = 110  # columns that do not hold what can be done without
 SPARK = "▁▂▃▄▅▆▇█"
@@ -43,7 +43,7 @@ FEWEST = 3  # lines of a list that is cut
 
 def heading(view: views.StatusView) -> Text:
     health = ("healthy", "bold green") if view.healthy else ("needs attention", "bold red")
-    leader = f"{view.leader} leads" if view.leader else "nobody leads"
+    leader = f"{one_line(view.leader)} leads" if view.leader else "nobody leads"
     return Text.assemble(
         ("group ", "dim"), view.group, "  ", health, "  ", (f"generation {view.generation}, {leader}", "dim")
     )
@@ -186,8 +186,8 @@ def whole(view: Overview, console: Console, *, width: int, height: int, notice: 
 
 
 def _notices(view: Overview, notice: str, *, most: int) -> list[Text]:
-    lines = [Text(f"  ! {notice}", "bold yellow", no_wrap=True, overflow="ellipsis")] if notice else []
-    lines += [Text(f"  ! {problem}", "red", overflow="fold") for problem in view.problems[:most]]
+    lines = [Text(f"  ! {one_line(notice)}", "bold yellow", no_wrap=True, overflow="ellipsis")] if notice else []
+    lines += [Text(f"  ! {one_line(problem)}", "red", overflow="fold") for problem in view.problems[:most]]
     if len(view.problems) > most:
         lines.append(Text(f"  ! and {len(view.problems) - most} more: adaptersync status", "red"))
     return lines
@@ -282,7 +282,7 @@ def _promotions(view: Overview, width: int, *, most: int, narrow: bool) -> Rende
 
 def _answers(way: Promotion) -> Text:
     if way.reason:
-        return Text(way.reason, STATE_STYLES.get(way.outcome, ""))
+        return Text(one_line(way.reason), STATE_STYLES.get(way.outcome, ""))
     refused = f", {way.refused} refused" if way.refused else ""
     return Text(f"{way.accepted} accepted{refused}" + (f", {way.slowest} last" if way.slowest else ""), "dim")
 
@@ -299,8 +299,8 @@ def _events(view: Overview, *, most: int, narrow: bool) -> Group:
     for each in view.events[-most:]:
         style = "bold red" if each.bad else EVENT_STYLES.get(each.type, "")
         when = Text() if narrow else Text(f"{each.clock()} ", "dim")
-        what = Text.assemble((f"{each.type:<18}", style), " ", (each.subject, "bold"), "  ", each.text)
-        lines.append(Text.assemble(when, what, no_wrap=True, overflow="ellipsis"))
+        what = Text.assemble((f"{one_line(each.type):<18}", style), " ", (one_line(each.subject), "bold"))
+        lines.append(Text.assemble(when, what, "  ", one_line(each.text), no_wrap=True, overflow="ellipsis"))
     return Group(*lines)
 
 

@@ -22,7 +22,7 @@ from adaptersync_tools.audit.evidence import read_evidence
 from adaptersync_tools.audit.rollouts import Rollout, read_rollouts
 from adaptersync_tools.audit.verify import Audit
 from adaptersync_tools.cli.common import config_option, json_option, settings
-from adaptersync_tools.output import console, print_json, table
+from adaptersync_tools.output import console, one_line, print_json, table
 
 CONTRADICTED = 1
 SHOWN = 100  # contradictions in --json beside their number: each is a line without it
@@ -77,7 +77,7 @@ def verify(run: str, config_path: Path | None, as_json: bool, heads: tuple[str, 
     for line in found.contradictions():
         number += 1
         if not as_json:
-            click.echo(line)
+            click.echo(one_line(line))
         elif number <= SHOWN:
             lines.append(line)
     counts = found.counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable
@@ -19,6 +20,7 @@ from adaptersync_core.errors import AdapterSyncError, ControlUnavailable, StoreE
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
+from adaptersync_tools.output import OneLine, one_line
 
 INTERRUPTED = 130  # as a shell reports SIGINT
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -79,6 +81,8 @@ def settings(config_path: Path | None, **overrides: Any) -> Config:
 
 def run_command(command: click.Command, arguments: list[str] | None, name: str) -> int:
     """Run `command`, with every failure as one line on standard error; returns the exit status."""
+    if logging.lastResort is not None:  # by which warnings are told where nobody has set logging up
+        logging.lastResort.setFormatter(OneLine())
     try:
         result = command.main(arguments, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
@@ -107,5 +111,5 @@ def _give_up_output() -> None:
 
 
 def _fail(name: str, line: str, status: int) -> int:
-    print(f"{name}: error: {' '.join(line.split())}", file=sys.stderr)
+    print(f"{name}: error: {one_line(' '.join(line.split()))}", file=sys.stderr)
     return status

@@ -27,7 +27,7 @@ from adaptersync_core.registry import Registry
 from adaptersync_core.rollouts import read_rollouts
 from adaptersync_tools import explain, screen
 from adaptersync_tools.cli.common import config_option, json_option, settings, visit
-from adaptersync_tools.output import EVENT_STYLES, console, milliseconds, print_json, seconds, state, table
+from adaptersync_tools.output import EVENT_STYLES, console, milliseconds, one_line, print_json, seconds, state, table
 
 NARROW = 140  # columns of a terminal that does not hold all of a version's
 PAGE = 500  # stream entries of one read
@@ -60,7 +60,7 @@ def _print_status(view: views.StatusView) -> None:
     out = console()
     out.print(screen.heading(view))
     for problem in view.problems:
-        out.print(Text(f"  ! {problem}", "red"))
+        out.print(Text(f"  ! {one_line(problem)}", "red"))
     out.print()
     for part in (
         screen.replicas(view),
@@ -226,8 +226,8 @@ def _printer(as_json: bool) -> Callable[[Entry], None]:
         if as_json:
             sys.stdout.write(orjson.dumps({"id": entry_id, "at": at.isoformat(), **fields}).decode() + "\n")
         else:
-            kind = fields.get("type", "?")
-            subject, text = views.tell(fields)
+            kind = one_line(fields.get("type", "?"))
+            subject, text = map(one_line, views.tell(fields))
             bad = fields.get("accepted") == "false" or fields.get("ok") == "false"
             style = "bold red" if bad else EVENT_STYLES.get(kind, "")
             clock = at.astimezone().strftime("%H:%M:%S.%f")[:-3]

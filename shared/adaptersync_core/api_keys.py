@@ -78,6 +78,7 @@ class ApiKeys:
         self._path = path
         self._mark, self._known = self._read()
         self._complained = False
+        self._emptied: tuple[int, int, int] | None = None
 
     def who(self, authorization: bytes) -> ApiKey | None:
         """Whose key this header's is. All are compared, in the time that all take."""
@@ -100,7 +101,11 @@ class ApiKeys:
         try:
             if self._seen() == self._mark:
                 return
-            self._mark, self._known = self._read()
+            mark, known = self._read()
+            if self._known and not known and mark != self._emptied:
+                self._emptied = mark  # as it is while somebody writes it; nobody is known if the next look finds it so
+                return
+            self._mark, self._known = mark, known
             log.info("%d API keys are known now", len(self._known))
             self._complained = False
         except (OSError, ConfigError) as error:

@@ -23,6 +23,8 @@ SPOOL_MIN_BYTES = 16_384  # a few rows
 BLOCKS = 4096  # of one prompt: one script call takes them all, and meanwhile the cache server serves nobody else
 NEVER = ("session_s", "ledger_s", "keep_for_s")  # durations that may be 0
 LEDGER_KEPT_MIN_S = 60  # routers look every second whether Redis lost what it took; some are stopped for a moment
+_HOST = re.compile(r"\w(?:[\w.-]{0,251}[\w.])?")
+_ZONE = re.compile(r"[\w.-]{1,64}")
 NO_SECRET = f"setting has {HIDDEN} where adaptersync config left out a secret"
 # with 0, nothing would be served
 AT_LEAST_ONE = (
@@ -89,7 +91,7 @@ def check(config: Config) -> None:
         )
     for peer in config.engine.peers:
         try:
-            ip_network(peer)
+            ip_network(peer.replace("%", " "))  # a zone is a specifier, in a unit
         except ValueError as error:
             raise ConfigError(f"setting is no address or network: {error}", key="engine.peers") from error
     if not Path(config.router.spool_path).is_absolute():
@@ -167,4 +169,15 @@ def _is_redis(url: str) -> bool:
         _ = parts.port
     except ValueError:
         return False
-    return parts.scheme in REDIS_SCHEMES and "://" in url
+    return parts.scheme in REDIS_SCHEMES and "://" in url and is_host(parts.hostname or "localhost")
+
+
+def is_host(text: str) -> bool:
+    """A name or an address, which may have a zone."""
+    name, _, zone = text.partition("%")
+    if zone:
+        return bool(_ZONE.fullmatch(zone)) and ":" in name and is_host(name)
+    try:
+        return bool(ip_address(text))
+    except ValueError:
+        return bool(_HOST.fullmatch(text))

@@ -7,6 +7,7 @@ factor of two (tested on a real one); times are what was measured on CPUs, and s
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -36,6 +37,7 @@ LINK_BYTES = 8192  # of a link in the archive's chain: a block for its directory
 TABLES = 3  # rollouts, fates, events: a chain each
 EVENTS = 8  # of a version, besides one ack a replica: published, staging, promoted, retiring, retired, ...
 RECORD_BYTES = 900  # a version's record and its places in sets
+LAYERS, SIZE = 2000, 1 << 32  # beyond any model: what is in its config.json is a mistake
 SPARE = 2.0  # what a server is given beyond what is counted: fragmentation, buffers of clients, a day of trouble
 LOAD_S = 0.02  # of a load besides its bytes, measured on vLLM's CPU build
 LOADED_BYTES_S = 1e9  # bytes a second that a load reads and copies: 10 MB in 30 ms, measured the same way
@@ -91,8 +93,12 @@ def base_model(directory: Path) -> BaseModel:
                 key=experts[0],
                 path=str(directory),
             )
-        return BaseModel.from_directory(directory)
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        base = BaseModel.from_directory(directory)
+        for name, size in msgspec.structs.asdict(base).items():
+            if type(size) is not int or not 0 < size <= (LAYERS if name == "layers" else SIZE):
+                raise ValueError(f"{name} cannot be {size}")
+        return base
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise ConfigError(
             f"base model's config.json cannot be read: {error!r}",
             next_step="give the directory of a model whose layers are like Qwen's or Llama's",
@@ -129,6 +135,9 @@ def manifest_size(shapes: Mapping[str, tuple[int, int]], targets: Sequence[str])
 
 
 def plan(base: BaseModel, wanted: Wanted) -> Plan:
+    for option, value in (("--days", wanted.days), ("--step", wanted.step_s)):
+        if not math.isfinite(value):
+            raise ConfigError("option must be a number", option=option, value=value)
     if unknown := set(wanted.targets) - set(LINEAR):
         raise ConfigError("no such module", next_step=f"choose of {', '.join(LINEAR)}", module=sorted(unknown)[0])
     rank = next((one for one in ENGINE_RANKS if one >= wanted.rank), 0)

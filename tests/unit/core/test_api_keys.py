@@ -88,6 +88,24 @@ def test_a_changed_file_counts_and_a_broken_one_does_not(tmp_path: Path, caplog:
     assert keys.who(shown(one)) == kept_one
 
 
+def test_a_file_that_is_written_in_place_locks_nobody_out(tmp_path: Path) -> None:
+    """As cp and editors do it: cut to nothing first. One that stays empty is meant."""
+    one, kept = new_key("one", ["rollout"])
+    file = tmp_path / "keys"
+    write(file, kept)
+    keys = ApiKeys(file)
+    file.write_text("")
+    keys.look()
+    assert keys.who(shown(one)) == kept
+    write(file, kept)
+    keys.look()
+    assert keys.who(shown(one)) == kept
+    file.write_text("")
+    keys.look()
+    keys.look()
+    assert keys.who(shown(one)) is None
+
+
 @pytest.mark.parametrize(
     "line", ["leaked", "one rollout", "one boss " + "0" * 64, "one rollout 0123", "one , " + "0" * 64, "a rollout x y"]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,10 @@ def build_sizes(tmp_path: Path) -> Path:
         ({"num_experts": 8}, "mixture of experts"),
         ({"hidden_size": None}, "cannot be read"),
         ({"num_attention_heads": "many"}, "cannot be read"),
+        ({"num_attention_heads": 0}, "cannot be read"),
+        ({"num_hidden_layers": 99_999_999_999}, "layers cannot be"),
+        ({"hidden_size": -1}, "hidden cannot be"),
+        ({"vocab_size": 1.5}, "vocab cannot be"),
     ],
 )
 def test_models_that_are_not_understood_are_refused(model: Path, change: dict[str, Any], what: str) -> None:
@@ -276,6 +281,9 @@ def test_what_cannot_be_is_refused(model: Path) -> None:
         made(model, rank=513)
     with pytest.raises(ConfigError, match="no such module"):
         made(model, targets=("lm_head",))
+    for days in (math.inf, math.nan):
+        with pytest.raises(ConfigError, match="option must be a number"):
+            made(model, days=days)
 
 
 def test_the_command(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from adaptersync_core.config import Config, EngineSection, RedisSection, RouterSection, load_config
 from adaptersync_core.errors import ConfigError
 from adaptersync_tools.cli import main
+from adaptersync_tools.systemd.form import own
 from adaptersync_tools.systemd.install import OLDEST
 from adaptersync_tools.systemd.sandbox import ROLES
 from adaptersync_tools.systemd.units import MARK, STEPS_SINCE, UNITS, Host, check_visible, render
@@ -243,6 +244,7 @@ def test_an_engine_answers_the_loopback_and_its_peers_alone() -> None:
         (("redis://10.0.0.2:6379/0", "rediss://[fd00::2]:6379/0"), ["localhost 10.0.0.2 fd00::2"]),
         (("unix:///run/redis.sock", ""), ["localhost"]),
         (("redis://redis.example:6379/0", ""), []),
+        (("redis://[fe80::1%eth0]:6379/0", ""), ["localhost fe80::1"]),  # a zone would be a specifier
     ],
 )
 def test_who_needs_redis_alone_reaches_redis_alone(urls: tuple[str, str], allowed: list[str]) -> None:
@@ -282,6 +284,26 @@ def test_any_argument_reaches_the_engine_as_it_is(tmp_path: Path, variable: str)
 def test_a_path_that_a_unit_would_read_otherwise_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match="path cannot stand in a unit"):
         render(load_config(environment={}, overrides={"store.path": path}), HOST)
+
+
+@pytest.mark.parametrize("key", ["store.path", "agent.stage_path", "router.spool_path"])
+@pytest.mark.parametrize("path", ["/", "/etc", "/./etc/", "//usr", "/usr/local/store", "/dev", "/var/lib"])
+def test_a_directory_of_the_systems_is_given_to_nobody(key: str, path: str) -> None:
+    with pytest.raises(ConfigError, match=f"directory is the system's.*key={key}"):
+        render(load_config(environment={}, overrides={key: path}), HOST)
+
+
+@pytest.mark.parametrize("path", ["/srv/store", "/var/lib/store", "/mnt"])
+def test_any_other_directory_is_ours_to_have(path: str) -> None:
+    config = load_config(environment={}, overrides={"agent.stage_path": path})
+    assert f"d {path} 0750" in render(config, HOST)["etc/tmpfiles.d/adaptersync.conf"]
+
+
+def test_memory_is_a_disk_like_others_below_its_root() -> None:
+    memory = "/dev/shm"  # noqa: S108
+    assert own(f"{memory}/staged", "agent.stage_path") == f"{memory}/staged"
+    with pytest.raises(ConfigError, match="directory is the system's"):
+        own(memory, "agent.stage_path")
 
 
 def test_settings_with_lines_of_their_own_are_refused() -> None:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from adaptersync_core.errors import ConfigError
 
 Lines = Iterable[tuple[str, str]]
 Sections = Mapping[str, Lines]
+
+# and what lies below them
+SYSTEM = frozenset(("/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/sbin", "/sys", "/usr"))
+# but not what lies below these
+SHARED = frozenset(("/", "/opt", "/run", "/srv", *(f"/var{part}" for part in ("", "/cache", "/lib", "/log", "/spool"))))
+MEMORY = "/dev/shm"  # noqa: S108 - below it is a disk like others
 
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9._/@+:=,~-]*")
 
@@ -28,6 +35,20 @@ def path(value: str, key: str) -> str:
             value=value,
         )
     return value.rstrip("/") or "/"
+
+
+def own(value: str, key: str) -> str:
+    """A path that is given away, with its mode and its owner: no directory of the system's."""
+    place = Path("/", *Path(path(value, key)).parts[1:])
+    above = {str(parent) for parent in place.parents}
+    if str(place) in SHARED or (SYSTEM & {str(place), *above} and MEMORY not in above):
+        raise ConfigError(
+            "directory is the system's: installing would give it to our users",
+            next_step="name one of its own, as /var/lib/adaptersync/store",
+            key=key,
+            value=value,
+        )
+    return str(place)
 
 
 def word(text: str) -> str:

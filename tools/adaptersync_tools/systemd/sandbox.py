@@ -100,7 +100,7 @@ def literal_hosts(urls: Sequence[str]) -> list[str] | None:
         if parts.scheme == "unix" or host == "localhost":
             continue
         try:
-            address = ip_address(host)
+            address = ip_address(host.partition("%")[0])  # its zone would be a specifier, and is no part of a packet
         except ValueError:
             return None
         if not address.is_loopback:

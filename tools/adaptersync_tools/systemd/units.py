@@ -21,7 +21,7 @@ from adaptersync_core.errors import ConfigError
 from adaptersync_core.queue import EXPORT_TIMEOUT_S, JOB_TIMEOUT_S
 from adaptersync_core.store import ARCHIVE, JOURNAL
 from adaptersync_tools.systemd import sandbox
-from adaptersync_tools.systemd.form import Lines, mebibytes, path, seconds, unit, word
+from adaptersync_tools.systemd.form import Lines, mebibytes, own, path, seconds, unit, word
 from adaptersync_tools.systemd.sandbox import ENGINE_USER, GROUP, ROLES, user
 
 MARK = "# Written by adaptersync install --systemd; a change belongs in a drop-in: systemctl edit"
@@ -102,9 +102,9 @@ class _Units:
         self._host = host
         self._python = path(host.python, "--python")
         self._settings = path(host.settings, "--settings")
-        self._store = path(config.store.path, "store.path")
-        self._stage = path(config.agent.stage_path, "agent.stage_path")
-        self._spool = path(config.router.spool_path, "router.spool_path")
+        self._store = own(config.store.path, "store.path")
+        self._stage = own(config.agent.stage_path, "agent.stage_path")
+        self._spool = own(config.router.spool_path, "router.spool_path")
         self._run = path(config.engine.run_path, "engine.run_path")
 
     def units(self) -> Iterator[tuple[str, str]]:

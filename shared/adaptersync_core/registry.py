@@ -197,14 +197,14 @@ class Registry:
         """
         keys = self.keys
         sightings = Sightings() if sightings is None else sightings
-        time, table_text, runs, replicas, routers, requests = await self.client.pipeline(
+        time, table_text, runs, replicas, routers, (_, requests) = await self.client.pipeline(
             [
                 ("TIME",),
                 ("GET", keys.table),
                 ("SMEMBERS", keys.runs),
                 ("ZRANGE", keys.replicas, 0, -1, "WITHSCORES"),
                 ("ZRANGE", keys.routers, 0, -1),
-                ("HGETALL", keys.requests),
+                ("HSCAN", keys.requests, 0, "COUNT", OPEN_REQUESTS),
             ]
         )
         now, now_ms = time[0] + time[1] / 1e6, time[0] * 1000 + time[1] // 1000
@@ -255,8 +255,8 @@ class Registry:
                 if (record := next(replies)) and (router := from_hash(name, record, RouterReport)) is not None
             },
             requests={
-                name: from_json(name, text, Request) or Request(kind="unreadable", run="")
-                for name, text in requests.items()
+                name: from_json("a request", text, Request) or Request(kind="unreadable", run="")
+                for name, text in sorted(requests.items())[:OPEN_REQUESTS]  # who wrote past `request` may have put more
             },
         )
 

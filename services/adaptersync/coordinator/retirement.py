@@ -115,13 +115,18 @@ def spare(table: Table) -> str | None:
 
 
 def requests(fleet: Fleet, config: Config) -> Draft | None:
-    """Answer the first open request of an operator."""
+    """Answer the first open request of an operator; before it, all at once, those that nobody can answer."""
+    draft = Draft(fleet)
     for request_id, request in sorted(fleet.requests.items()):
-        draft = Draft(fleet)
+        if request.kind not in ANSWERS:
+            draft.answered.append(request_id)
+            reason = f"there is no request of kind {request.kind}"
+            draft.events.append(RequestRefused(request=request_id, reason=reason))
+    if draft.answered:
+        return draft
+    for request_id, request in sorted(fleet.requests.items()):
         draft.answered.append(request_id)
-        answer = ANSWERS.get(request.kind)
-        refusal = answer(fleet, config, draft, request) if answer else f"there is no request of kind {request.kind}"
-        if refusal:
+        if refusal := ANSWERS[request.kind](fleet, config, draft, request):
             draft.events.append(RequestRefused(request=request_id, reason=refusal))
         return draft
     return None

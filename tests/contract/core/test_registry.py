@@ -157,7 +157,7 @@ async def test_what_cannot_be_read_is_left_out_and_does_not_stop_the_rest(
     assert [name for name, router in fleet.routers.items() if router.may_serve] == []
     assert fleet.requests == {"q": Request(kind="unreadable", run="")}
     assert await registry.manifest("run-v1-0123456789ab") is None
-    for name in ("run-v1-0123456789ab", "r2", "r4", "r5", "g1", "other", "q"):
+    for name in ("run-v1-0123456789ab", "r2", "r4", "r5", "g1", "other", "a request"):
         assert f"record of {name} is left out" in caplog.text
 
 

@@ -467,6 +467,20 @@ async def test_requests_are_bounded_and_a_known_one_is_no_second(registry: Regis
     assert (await registry.fleet()).requests == dict.fromkeys(ids, ask)
 
 
+async def test_requests_of_whoever_does_not_ask_for_room_are_read_in_parts(registry: Registry) -> None:
+    ask = msgspec.json.encode(Request(kind="rollback", run="run")).decode()
+    await registry.client.command(
+        "HSET", registry.keys.requests, *(text for number in range(500) for text in (f"q{number}", ask))
+    )
+    seen: set[str] = set()
+    while found := (await registry.fleet()).requests:
+        assert len(found) <= OPEN_REQUESTS
+        assert not seen & found.keys()
+        seen |= found.keys()
+        await registry.client.command("HDEL", registry.keys.requests, *found)
+    assert len(seen) == 500
+
+
 async def test_request_repeated_with_its_id_is_one(registry: Registry, lossy: Registry) -> None:
     ask = Request(kind="rollback", run="run")
     assert await insist(lambda: lossy.request(ask, request_id="rollback-1")) == ("rollback-1", 2)

@@ -178,6 +178,18 @@ def test_requests_are_answered_one_by_one() -> None:
     assert world.requests == {}
 
 
+def test_what_nobody_can_answer_is_answered_at_once_and_holds_nobody_up() -> None:
+    """Somebody who writes to Redis himself puts there what he likes, and as much."""
+    nonsense = {f"a{number}": Request(kind="unreadable", run="") for number in range(50)}
+    world = apply(three_promoted(), ("ask", "q", "run1", ""))
+    before = world.table.generation
+    world = coordinate(replace(world, requests=nonsense | world.requests))
+    assert world.requests == {}
+    assert world.table.generation - before < 10  # not a decision for each
+    assert sum(isinstance(event, RequestRefused) for event in world.events) == 50
+    assert world.table.runs["run1"].current == V[2]
+
+
 # capacity
 
 

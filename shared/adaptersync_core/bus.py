@@ -1,7 +1,8 @@
 """Waking up: a loop waits for the next event or for its timer, whichever comes first.
 
 Events are hints. A loop that is woken looks at the records; a loop that missed an event looks a little later. So a
-follower that loses its place (server restarted, stream gone) just wakes its loop and goes on from the present end.
+follower that loses its place (server restarted, stream gone or set back) just wakes its loop and goes on from the
+present end.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ async def follow(url: str, stream: str, *, name: str, after: str = "$") -> Async
                 if entries:
                     after = entries[-1][0]
                     yield entries
+                elif _place(await _end(client, stream)) < _place(after):
+                    after = "$"  # as where somebody had given it an id of the future, and the stream was mended
             except (ControlUnavailable, ControlError) as error:
                 if not away:  # once, not every second until the server is back
                     log.warning("events cannot be followed: %s", error)
@@ -67,6 +70,11 @@ async def follow(url: str, stream: str, *, name: str, after: str = "$") -> Async
 async def _end(client: RedisClient, stream: str) -> str:
     last = await client.command("XREVRANGE", stream, "+", "-", "COUNT", 1)
     return last[0][0] if last else "0-0"
+
+
+def _place(entry_id: str) -> tuple[int, int]:
+    milliseconds, _, number = entry_id.partition("-")
+    return int(milliseconds), int(number or 0)
 
 
 async def ring_on_events(bell: Bell, url: str, stream: str, *, name: str, unless: Container[str] = ()) -> None:

@@ -29,6 +29,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+NO_MORE_IDS = "exhausted the last possible ID"  # Redis' words: somebody gave a stream the highest id that there is
+MEND = "as Redis' admin, mend the stream: deploy/TROUBLESHOOTING.md, A stream that is ahead of the clock"
+
 
 class AdapterSyncError(Exception):
     """Base of every error raised on purpose."""
@@ -107,6 +110,11 @@ class StoreGone(StoreError):
 class ControlError(AdapterSyncError):
     code = "control"
     http_status = 503
+
+    @classmethod
+    def refused(cls, said: str, **ids: str) -> ControlError:
+        """What Redis said when it refused; with what is to be done, where that is known."""
+        return cls(f"Redis refused: {said}", next_step=MEND if NO_MORE_IDS in said else "", **ids)
 
 
 class ControlUnavailable(ControlError):

@@ -278,4 +278,4 @@ class _Line(asyncio.Protocol):
 
 
 def _refused(text: str) -> ControlError:
-    return ControlError(f"Redis refused: {text}")
+    return ControlError.refused(text)

@@ -166,7 +166,7 @@ def _ours(error: RedisError | OSError, server: str) -> ControlError:
         return ControlUnavailable(f"Redis cannot be reached: {error}", next_step="check the server", redis=server)
     if isinstance(error, OutOfMemoryError | ReadOnlyError) or str(error).startswith(PASSING):
         return ControlUnavailable(f"Redis cannot answer now: {error}", next_step="check the server", redis=server)
-    return ControlError(f"Redis refused: {error}", redis=server)
+    return ControlError.refused(str(error), redis=server)
 
 
 def _current_task() -> asyncio.Task[Any] | None:

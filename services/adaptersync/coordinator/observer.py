@@ -26,6 +26,7 @@ from adaptersync_core.records import Fleet
 from adaptersync_core.redis import Entry, RedisClient, unless_refused
 from adaptersync_core.registry import Registry
 from adaptersync_core.sightings import Sightings
+from adaptersync_core.streams import ahead
 from adaptersync_core.unarchived import late_s, unarchived_s
 
 CACHE_ANSWER_S = 1.0
@@ -57,6 +58,7 @@ async def look(
         failed_jobs=await unless_refused(job_failures(client, group), []),
         unarchived_s=await unless_refused(unarchived_s(client, keys, config), None),
         late_s=late_s(config),
+        ahead=await ahead(client, keys),
     )
     return fleet, view
 

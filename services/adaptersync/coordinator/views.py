@@ -14,6 +14,7 @@ from msgspec import Struct
 from adaptersync.coordinator.hosts import HostView, host_problems, hosts
 from adaptersync.coordinator.membership import slots_of
 from adaptersync.coordinator.waits import WaitView
+from adaptersync_core.errors import MEND
 from adaptersync_core.job_records import JobFailure
 from adaptersync_core.keys import TRAINER_ALIVE_S
 from adaptersync_core.manifest import Manifest
@@ -155,12 +156,13 @@ def status(
     failed_jobs: Sequence[JobFailure] = (),
     unarchived_s: float | None = None,
     late_s: float = math.inf,
+    ahead: Sequence[str] = (),
 ) -> StatusView:
     """The fleet as it is, what is wrong with it, and what `waits`.
 
     `corrupt` says of a live version what was found wrong with its stored bytes. `scales` are what hosts were asked to
     run, `workers` how many run there, None where that may not be read. What was written `unarchived_s` ago is in no
-    archive yet, and should be after `late_s`.
+    archive yet, and should be after `late_s`. `ahead` are streams whose ids are not the clock's any more.
     """
     replicas = list(_replicas(fleet))
     runs = [_run(fleet, run) for run in sorted(fleet.runs.keys() | fleet.table.runs.keys())]
@@ -187,6 +189,7 @@ def status(
         *(_corrupt_problem(version, reason) for version, reason in sorted(corrupt.items())),
         *([f"cache server: {cache_problem}"] if cache_problem else []),
         *map(_job_problem, failed_jobs),
+        *(f"stream {name} is ahead of the clock: its events and rows may be refused; {MEND}" for name in ahead),
         *([_archive_problem(unarchived_s)] if unarchived_s is not None and unarchived_s > late_s else []),
     ]
     return StatusView(

@@ -5,8 +5,9 @@
 if #redis.call('ZRANGEBYSCORE', KEYS[2], ARGV[1], ARGV[1]) > 0 and not redis.call('ZSCORE', KEYS[2], ARGV[2]) then
   return 0
 end
-redis.call('SET', KEYS[1], ARGV[3], 'EX', ARGV[4], 'NX')
-if redis.call('ZADD', KEYS[2], 'NX', ARGV[1], ARGV[2]) == 1 and #ARGV > 4 then
+if #ARGV > 4 and not redis.call('ZSCORE', KEYS[2], ARGV[2]) then
   redis.call('XADD', KEYS[3], '*', unpack(ARGV, 5))
 end
+redis.call('SET', KEYS[1], ARGV[3], 'EX', ARGV[4], 'NX')
+redis.call('ZADD', KEYS[2], 'NX', ARGV[1], ARGV[2])
 return 1

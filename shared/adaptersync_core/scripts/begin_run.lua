@@ -11,11 +11,11 @@ if same and not known[5] then
   return {epoch, seq}
 end
 epoch = same and epoch or highest + 1
+redis.call('XADD', KEYS[3], '*', 'type', 'run.began', 'run', ARGV[1], 'epoch', epoch, 'seq', seq,
+  'max_staleness', ARGV[3], 'trainer', ARGV[4])
 local time = redis.call('TIME')
 redis.call('HSET', KEYS[1], 'nonce', ARGV[2], 'epoch', epoch, 'seq', seq, 'max_staleness', ARGV[3],
   'trainer', ARGV[4], 'began_at', time[1], 'heartbeat_ms', time[1] * 1000 + math.floor(time[2] / 1000))
 redis.call('HDEL', KEYS[1], 'ended_at', 'ended_by')
 redis.call('SADD', KEYS[2], ARGV[1])
-redis.call('XADD', KEYS[3], '*', 'type', 'run.began', 'run', ARGV[1], 'epoch', epoch, 'seq', seq,
-  'max_staleness', ARGV[3], 'trainer', ARGV[4])
 return {epoch, seq}

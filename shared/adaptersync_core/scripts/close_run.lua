@@ -15,6 +15,6 @@ local alive = tonumber(ARGV[3])
 if alive > 0 and age < alive then
   return {'alive', age}
 end
-redis.call('HSET', KEYS[1], 'ended_at', time[1], 'ended_by', ARGV[2])
 redis.call('XADD', KEYS[2], '*', 'type', 'run.ended', 'run', ARGV[1], 'epoch', known[1], 'reason', ARGV[2])
+redis.call('HSET', KEYS[1], 'ended_at', time[1], 'ended_by', ARGV[2])
 return {'ok'}

@@ -30,14 +30,15 @@ for _, need in ipairs(decision.acks) do
     return {'unacked', KEYS[need[2]]}
   end
 end
+-- told before it is done: where the stream takes nothing, nothing is done
+for _, event in ipairs(decision.events) do
+  redis.call('XADD', KEYS[3], '*', unpack(event))
+end
 local generation = redis.call('HINCRBY', KEYS[1], 'generation', 1)
 redis.call('SET', KEYS[2], ARGV[4])
 for _, record in ipairs(decision.records) do
   redis.call('HSET', KEYS[record[1]], unpack(record[3]))
   redis.call('EXPIRE', KEYS[record[1]], record[2])
-end
-for _, event in ipairs(decision.events) do
-  redis.call('XADD', KEYS[3], '*', unpack(event))
 end
 if #decision.answered > 0 then
   redis.call('HDEL', KEYS[4], unpack(decision.answered))

@@ -6,6 +6,6 @@ local known = redis.call('HMGET', KEYS[1], 'epoch', 'ended_at')
 if known[1] ~= ARGV[2] or known[2] then
   return 0
 end
-redis.call('HSET', KEYS[1], 'ended_at', redis.call('TIME')[1])
 redis.call('XADD', KEYS[2], '*', 'type', 'run.ended', 'run', ARGV[1], 'epoch', ARGV[2])
+redis.call('HSET', KEYS[1], 'ended_at', redis.call('TIME')[1])
 return 1

@@ -18,7 +18,7 @@ end
 if #redis.call('ZRANGEBYSCORE', KEYS[3], ARGV[2], ARGV[2]) > 0 then
   return {'taken'} -- a number given out before Redis was lost and once more after it
 end
+redis.call('XADD', KEYS[4], '*', unpack(ARGV, 7))
 redis.call('SET', KEYS[2], ARGV[4], 'EX', ARGV[5])
 redis.call('ZADD', KEYS[3], ARGV[2], ARGV[3])
-redis.call('XADD', KEYS[4], '*', unpack(ARGV, 7))
 return {'ok'}

@@ -11,6 +11,7 @@ local known = redis.call('HMGET', KEYS[1], 'incarnation', 'token', 'lease_until_
 if not known[1] or known[1] .. ':' .. known[2] ~= ARGV[1] or now >= tonumber(known[3]) then
   return {'fenced'}
 end
+redis.call('XADD', KEYS[3], '*', 'type', 'control.restored', 'incarnation', ARGV[2], 'generation', ARGV[3])
 local state = cjson.decode(ARGV[5])
 for _, run in ipairs(state.runs) do
   local present = redis.call('HMGET', KEYS[run[1]], 'epoch', 'seq', 'ended_at')
@@ -37,5 +38,4 @@ for _, record in ipairs(state.records) do
 end
 redis.call('HSET', KEYS[1], 'incarnation', ARGV[2], 'generation', ARGV[3])
 redis.call('SET', KEYS[2], ARGV[4])
-redis.call('XADD', KEYS[3], '*', 'type', 'control.restored', 'incarnation', ARGV[2], 'generation', ARGV[3])
 return {'ok'}

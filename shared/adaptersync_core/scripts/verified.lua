@@ -4,12 +4,12 @@
 -- ARGV: 'true' or 'false', reason, verdict's time to live in seconds, event fields and values ...
 -- Reply: 1 when it is news, 0 when the same was noted before; the time of the last look is noted either way
 local known = redis.call('HMGET', KEYS[1], 'verified_ok', 'verified_reason')
+local news = known[1] ~= ARGV[1] or known[2] ~= ARGV[2]
+if news then
+  redis.call('XADD', KEYS[2], '*', unpack(ARGV, 4))
+end
 local time = redis.call('TIME')
 redis.call('HSET', KEYS[1], 'verified_ok', ARGV[1], 'verified_reason', ARGV[2],
   'verified_at', time[1] .. '.' .. string.format('%06d', time[2]))
 redis.call('EXPIRE', KEYS[1], ARGV[3])
-if known[1] == ARGV[1] and known[2] == ARGV[2] then
-  return 0
-end
-redis.call('XADD', KEYS[2], '*', unpack(ARGV, 4))
-return 1
+return news and 1 or 0

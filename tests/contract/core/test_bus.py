@@ -53,6 +53,21 @@ async def test_every_entry_comes_once_and_in_order(registry: Registry, follower:
     assert seen == [f"run-v{number}-0123456789ab" for number in range(1, 301)]
 
 
+async def test_a_stream_that_was_set_back_is_followed_from_its_end(
+    registry: Registry, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write it gave it an id that nothing comes after, and its admin mended it."""
+    monkeypatch.setattr(bus, "BLOCK_S", 0.05)
+    async with aclosing(_generator(redis_url)) as follower, asyncio.timeout(10):
+        assert await anext(follower) == []
+        await registry.client.command("XADD", STREAM, "18446744073709551615-18446744073709551615", "type", "x")
+        assert [fields["type"] for _, fields in await anext(follower)] == ["x"]
+        await registry.client.command("DEL", STREAM)
+        assert await anext(follower) == []
+        await write(registry, 1)
+        assert [fields["version"] for _, fields in await anext(follower)] == ["run-v1-0123456789ab"]
+
+
 async def _write_many(registry: Registry, count: int) -> None:
     for number in range(1, count + 1):
         await write(registry, number)

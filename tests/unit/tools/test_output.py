@@ -11,8 +11,10 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+from adaptersync.coordinator.views import StatusView
 from adaptersync_core.errors import ControlError
 from adaptersync_tools import output
+from adaptersync_tools.cli import reading
 from adaptersync_tools.cli.common import run_command
 from adaptersync_tools.output import HarmlessConsole, OneLine, one_line, state, table
 
@@ -65,6 +67,21 @@ def test_text_of_others_is_one_line() -> None:
     assert one_line("a\x1b[2Jb") == "a\ufffd[2Jb"
     rows = shown(table("Rows", ("what!", "why"), [("a\nforged", "b\nforged")]))
     assert len([line for line in rows.splitlines() if "forged" in line]) == 1
+
+
+def test_an_event_and_a_problem_are_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    """Agents and trainers write events, and reasons that become problems."""
+    forged = "a\n  ! forged"
+    reading._printer(False)(("1-0", {"type": forged, "replica": forged, "reason": forged, "more": forged}))
+    told = capsys.readouterr().out
+    assert len(told.splitlines()) == 1
+    assert told.count("forged") == 4
+    view = StatusView(
+        group="default", healthy=False, problems=[forged], generation=1, leader=forged, lease_left_s=1.0, replicas=[],
+        runs=[], routers=[],
+    )  # fmt: skip
+    reading._print_status(view)
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ! forged")]
 
 
 def test_errors_and_warnings_are_harmless(capsys: pytest.CaptureFixture[str]) -> None:

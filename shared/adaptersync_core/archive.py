@@ -15,8 +15,12 @@ import contextlib
 import hashlib
 import importlib.util
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,11 +28,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 from adaptersync_core.archived import TABLES, Record
-from adaptersync_core.chain import FIRST, Chain, File, FilePath, Head, Link, place, put, unwritten
+from adaptersync_core.chain import FIRST, Chain, File, FilePath, Head, Link, content_of, place, put, unwritten
+from adaptersync_core.entries import moment, written_ms
 from adaptersync_core.errors import ConfigError, NameInvalid, StoreError
 from adaptersync_core.identity import check_name
 from adaptersync_core.store import ARCHIVE, make_directory
 
+HALF_S = 86_400.0  # nobody writes at one file for so long
+_HALF = re.compile(r"\..+\.(parquet|noted)\.[0-9a-f]{8}|\.making-[0-9a-f]{8}")
 NO_RUN = "__HIVE_DEFAULT_PARTITION__"  # what readers of partitions take for none
 
 log = logging.getLogger(__name__)
@@ -59,7 +66,7 @@ def link_of(path: str) -> int:
 
 def day(entry: str) -> str:
     """Of the server's clock, UTC."""
-    return datetime.fromtimestamp(place(entry)[0] / 1000, tz=UTC).strftime("%Y-%m-%d")
+    return moment(written_ms(entry) / 1000).strftime("%Y-%m-%d")
 
 
 def installed() -> bool:
@@ -125,18 +132,11 @@ class Archive(Chain):
         table = pa.concat_tables(tables, promote_options="default")  # columns come with releases
         return self._add(link, first, last, {Path(files[0].path).parent.as_posix(): table})
 
-    def read(self, path: str, columns: Sequence[str] | None = None) -> Any:
-        """One file as a pyarrow table."""
-        import pyarrow.parquet as pq
-
-        with pq.ParquetFile(self.root / path) as file:
-            return file.read(columns=columns)
-
     def tables(
         self, below: str | tuple[str, ...], columns: Sequence[str] | None = None, *, lenient: bool = False
     ) -> Iterator[Any]:
-        """All files whose paths begin so, checked; `lenient`: without those that are not what was archived."""
-        for path, file in self.files().items():
+        """All files whose paths begin so, checked; `lenient`: as far as they are known and what was archived."""
+        for path, file in self.files(lenient=lenient).items():
             if path.startswith(below):
                 try:
                     table = self.checked(file, columns)
@@ -152,25 +152,34 @@ class Archive(Chain):
         import pyarrow.parquet as pq
 
         try:
-            content = (self.root / file.path).read_bytes()
+            content = content_of(self.root / file.path)
         except OSError as error:
             raise StoreError(f"file of the ledger cannot be read: {error.strerror}", path=file.path) from error
         if hashlib.sha256(content).hexdigest() != file.sha256:
             raise StoreError("file of the ledger is not what was archived", path=file.path)
-        return pq.read_table(pa.BufferReader(content), columns=columns)
+        try:
+            return pq.read_table(pa.BufferReader(content), columns=columns)
+        except pa.ArrowException as error:
+            raise StoreError(f"file of the ledger cannot be read: {error}", path=file.path) from error
 
-    def known(self, first: str, last: str) -> dict[str, list[dict[str, Any]]]:
+    def known(self, first: str, last: str, damaged: Callable[[StoreError], object]) -> dict[str, list[dict[str, Any]]]:
         """What was archived of entries between these, by entry. Reads the whole chain: for a stream that was set back.
 
-        A merged file counts from the first entry to the last of all that is in it.
+        A merged file counts from the first entry to the last of all that is in it. Of what is `damaged` nothing is
+        known: better that an entry is archived twice than never.
         """
         low, high = place(first), place(last)
         found: dict[str, list[dict[str, Any]]] = {}
-        for path in self.files():
+        for path, file in self.files().items():
             begin, end = span(path)
             if place(end) < low or place(begin) > high:
                 continue
-            for row in self.read(path).to_pylist():
+            try:
+                rows = self.checked(file).to_pylist()
+            except StoreError as error:
+                damaged(error)
+                continue
+            for row in rows:
                 if low <= place(row["entry"]) <= high:
                     found.setdefault(row["entry"], []).append(row)
         return found
@@ -187,6 +196,19 @@ class Archive(Chain):
                 note.unlink(missing_ok=True)
             except (OSError, StoreError) as error:
                 log.error("what a death left stays: %s: %s", note, error)
+
+    def sweep(self) -> None:
+        """Remove what was half written by who died: nobody reads it, and no note names it. Looks at all there is."""
+        for directory, below, names in os.walk(self.root):
+            for path in [Path(directory, name) for name in (*below, *names) if _HALF.fullmatch(name)]:
+                with contextlib.suppress(OSError):  # another is at it, too
+                    there = path.lstat()
+                    if time.time() - there.st_mtime < HALF_S:
+                        continue
+                    if stat.S_ISDIR(there.st_mode):
+                        shutil.rmtree(path)
+                    else:
+                        path.unlink()
 
     def pending(self) -> set[str]:
         """Files that somebody writes, or left as he died: `tidy` removes what becomes of no link.
@@ -209,7 +231,7 @@ class Archive(Chain):
         """Those that can be read; another keeps nobody from archiving, and hides no file."""
         for note in sorted(self._chain.glob("*.noted")):
             try:
-                noted = msgspec.json.decode(note.read_bytes(), type=Noted)
+                noted = msgspec.json.decode(content_of(note), type=Noted)
             except FileNotFoundError:
                 continue  # another tidies, too
             except (OSError, msgspec.MsgspecError) as error:

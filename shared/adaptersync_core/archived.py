@@ -1,7 +1,8 @@
 """The tables of the ledger's archive: which columns each has, and the rows that an entry of its stream becomes.
 
 `rollouts` has a row an entry, `events` too; `fates` has one for each request that an entry tells of. What cannot be
-read is kept as it is, in `unread`. Pure.
+read, or has a number that no column holds, is kept as it is, in `unread`: whatever an entry is, it ends no archive.
+Pure.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from adaptersync_core.entries import written_ms
 from adaptersync_core.errors import NameInvalid
 from adaptersync_core.fates import read_fates
 from adaptersync_core.identity import parse_adapter_id
@@ -52,23 +54,28 @@ _ROW = {name: _kind(annotation) for name, annotation in typing.get_type_hints(Ro
 
 
 def _head(entry: str) -> dict[str, Any]:
-    return {"entry": entry, "written_at": int(entry.partition("-")[0])}
+    return {"entry": entry, "written_at": written_ms(entry)}
 
 
 def _unread(entry: str, fields: Fields) -> list[Record]:
     return [Record(entry, "", {**_head(entry), "unread": msgspec.json.encode(fields).decode()})]
 
 
+def _fit(values: Mapping[str, Any]) -> bool:
+    """Whether a column holds each, which has 64 bits for a number."""
+    return all(-(1 << 63) <= value < 1 << 63 for value in values.values() if isinstance(value, int))
+
+
 def _rollout(entry: str, fields: Fields) -> list[Record]:
     row = decode(fields)
-    if row is None:
+    if row is None or not _fit(msgspec.structs.asdict(row)):
         return _unread(entry, fields)
     return [Record(entry, row.run, {**_head(entry), **msgspec.structs.asdict(row)})]
 
 
 def _fates(entry: str, fields: Fields) -> list[Record]:
     fates = read_fates(fields)
-    if fates is None:
+    if fates is None or not _fit({"epoch": fates.epoch, "step": fates.step}):
         return _unread(entry, fields)
     head = {**_head(entry), "run": fates.run, "epoch": fates.epoch, "step": fates.step}
     return [

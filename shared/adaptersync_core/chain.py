@@ -2,24 +2,27 @@
 
     {table}/.chain/{thousands}/{number}/link.json
     {table}/.chain/{thousands}/{number}/files.json    in the first of each thousand: all files of the table by then
+    .ends.json                                        beside the tables: where each chain ended after the last drain
 
 A link names the files of a batch with their digests, the digest of the link before, and where the chains of the other
-tables ended: an end that was cut off is missed there. It is a directory that is renamed into place, which the second of
-two that write at once cannot. What is in the files it does not know. A path is believed only where it cannot lead out
+tables ended: an end that was cut off is missed there, and that of the table that comes last in `.ends.json`. A link is a
+directory that is renamed into place, which the second of two that write at once cannot. What is in the files it does not know. A path is believed only where it cannot lead out
 of the table: whoever may write the store may write a link.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import msgspec
 from msgspec import Meta, Struct
@@ -30,11 +33,17 @@ from adaptersync_core.store import make_directory, sync_directory, write_durably
 CHAIN = ".chain"
 LINK = "link.json"
 FILES = "files.json"
+ENDS = ".ends.json"
 SHARD = 1000  # links in one directory, and from one list of all files to the next
 FIRST = "0-0"  # before every entry of a stream
 ROW_LATE_S = 120.0  # how long a row may be on its way to Redis while others are written
 
-FilePath = Annotated[str, Meta(pattern=r"\Arun=[^/\x00]+/day=[0-9-]+/[^/\x00]+\.parquet\Z", max_length=1000)]
+_ENTRY = "[0-9]{1,20}-[0-9]{1,20}"
+EntryId = Annotated[str, Meta(pattern=rf"\A{_ENTRY}\Z")]
+FilePath = Annotated[
+    str,
+    Meta(pattern=rf"\Arun=[^/\x00]+/day=[0-9-]+/{_ENTRY}_{_ENTRY}[^/\x00]*\.parquet\Z", max_length=1000),
+]
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +65,7 @@ class Beside(Struct, frozen=True, kw_only=True, omit_defaults=True):
     table: str
     number: int = 0
     sha256: str = ""
-    highest: str = FIRST
+    highest: EntryId = FIRST
     until: int = 0
 
     @property
@@ -72,6 +81,7 @@ class Link(Struct, frozen=True, kw_only=True, omit_defaults=True):
     `incarnation`, `highest` the highest entry that was ever archived; a stream that was set back has read on below it.
     `clipped` is of a first link: the stream had had entries before, which nobody archived. `merged`: of the days before
     that one, files were made one where that was possible. `listed` is the SHA-256 of the list of all files beside it.
+    What is up to `cursor` had been written by `read_at`, in milliseconds of the server's clock; 0: that is not known.
     """
 
     number: int
@@ -79,8 +89,8 @@ class Link(Struct, frozen=True, kw_only=True, omit_defaults=True):
     first: str = ""
     last: str = ""
     entries: int = 0
-    cursor: str = FIRST
-    highest: str = FIRST
+    cursor: EntryId = FIRST
+    highest: EntryId = FIRST
     incarnation: str = ""
     clipped: bool = False
     merged: str = ""
@@ -88,6 +98,7 @@ class Link(Struct, frozen=True, kw_only=True, omit_defaults=True):
     replaces: tuple[FilePath, ...] = ()
     beside: tuple[Beside, ...] = ()
     listed: str = ""
+    read_at: int = 0
 
 
 class Head(Struct, frozen=True, kw_only=True):
@@ -124,22 +135,29 @@ class Chain:
 
     def link(self, number: int) -> Link:
         """StoreError where there is no such."""
-        return _read(self._place(number) / LINK).link
+        return self.at(number).link
+
+    def at(self, number: int) -> Head:
+        """The same, with the digest of its text."""
+        return _read(self._place(number) / LINK)
 
     def links(self, after: int = 0) -> Iterator[tuple[Path, Head]]:
         """All of it in order, as it is: what is wrong with it is for the reader to say."""
-        for shard in _numbered(self._chain):
-            if int(shard.name) < after // SHARD:
-                continue
-            for path in _numbered(shard):
-                if int(path.name) > after:
-                    yield path, _read(path / LINK)
+        for path in self.places(after):
+            yield path, _read(path / LINK)
 
-    def files(self) -> dict[str, File]:
-        """What the table consists of, by path: the last list of it, and the links since."""
+    def places(self, after: int = 0) -> Iterator[Path]:
+        """Where they lie, whatever does."""
+        for shard in _numbered(self._chain):
+            if int(shard.name) >= after // SHARD:
+                yield from (path for path in _numbered(shard) if int(path.name) > after)
+
+    def files(self, *, lenient: bool = False) -> dict[str, File]:
+        """What the table consists of, by path: the last list of it, and the links since; `lenient`: as far as known."""
         number, files = self._listed()
-        for _, head in self.links(number):
-            _take(files, head.link)
+        for path in self.places(number):
+            with contextlib.suppress(*([StoreError] if lenient else [])):
+                _take(files, _read(path / LINK).link)
         return files
 
     def append(self, link: Link) -> Head | None:
@@ -179,7 +197,7 @@ class Chain:
         for shard in _numbered(self._chain)[::-1]:
             number = int(shard.name) * SHARD
             try:
-                text = (self._place(number) / FILES).read_bytes()
+                text = content_of(self._place(number) / FILES)
                 if hashlib.sha256(text).hexdigest() == self.link(number).listed:
                     return number, {file.path: file for file in msgspec.json.decode(text, type=list[File])}
                 log.warning("list of the ledger's files was changed, an earlier one counts: %s", self._place(number))
@@ -204,6 +222,65 @@ def put(path: Path, content: bytes) -> None:
     sync_directory(path.parent)
 
 
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """For reading; OSError where it is none of the plain files that the archive consists of: a pipe keeps no reader."""
+    with path.open("rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "no plain file", str(path))
+        yield file
+
+
+def content_of(path: Path) -> bytes:
+    with opened(path) as file:
+        return file.read()
+
+
+def read_ends(directory: Path) -> tuple[Beside, ...]:
+    """What is told beside the tables of where their chains ended; StoreError where it cannot be read."""
+    try:
+        return msgspec.json.decode(content_of(directory / ENDS), type=tuple[Beside, ...])
+    except FileNotFoundError:
+        return ()
+    except (OSError, msgspec.MsgspecError) as error:
+        raise StoreError(f"file that tells where the chains end cannot be read: {error}", path=ENDS) from error
+
+
+def write_ends(directory: Path, chains: Mapping[str, Chain]) -> None:
+    """Where they end now. What was told and is so no more stays told, for `adaptersync audit verify`."""
+    try:
+        before = read_ends(directory)
+    except StoreError as error:
+        log.error("it is written anew: %s", error)
+        before = ()
+    told = {each.table: each for each in before}
+    ends = {name: ended(name, chain.head()) for name, chain in chains.items()}
+    now = tuple(ends[name] if _holds(chain, told.get(name)) else told[name] for name, chain in chains.items())
+    if now != before and any(each.number for each in now):
+        path = directory / ENDS
+        try:
+            put(path, msgspec.json.encode(now))
+        except OSError as error:
+            raise unwritten(error, path) from error
+
+
+def ended(table: str, head: Head | None, until: int = 0) -> Beside:
+    """As a chain tells it of another, which ended so."""
+    if head is None:
+        return Beside(table=table, until=until)
+    link = head.link
+    return Beside(table=table, number=link.number, sha256=head.sha256, highest=link.highest, until=until)
+
+
+def _holds(chain: Chain, told: Beside | None) -> bool:
+    if told is None or not told.number:
+        return True
+    try:
+        return chain.at(told.number).sha256 == told.sha256
+    except StoreError:
+        return False
+
+
 def unwritten(error: OSError, path: Path) -> StoreError:
     return StoreError(
         f"ledger cannot be archived: {error.strerror or error}",
@@ -220,14 +297,17 @@ def _take(files: dict[str, File], link: Link) -> None:
 
 def _numbered(directory: Path) -> list[Path]:
     try:
-        return sorted((path for path in directory.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
-    except FileNotFoundError:
+        paths = [path for path in directory.iterdir() if path.name.isascii() and path.name.isdigit()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise StoreError(f"ledger's chain cannot be read: {error.strerror}", path=str(directory)) from error
+    return sorted(paths, key=lambda path: int(path.name))
 
 
 def _read(path: Path) -> Head:
     try:
-        text = path.read_bytes()
+        text = content_of(path)
         return Head(link=msgspec.json.decode(text, type=Link), sha256=hashlib.sha256(text).hexdigest())
     except (OSError, msgspec.MsgspecError) as error:
         raise StoreError(f"link of the ledger's chain cannot be read: {error}", path=str(path)) from error

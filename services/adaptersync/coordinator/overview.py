@@ -6,13 +6,13 @@ What `status` says has the same names and values here; the rest is beside it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime
 
 import msgspec
 from msgspec import Struct
 
 from adaptersync.coordinator import views
 from adaptersync.coordinator.recent import Happened, Promotion, Recent, added_up, imbalance
+from adaptersync_core.entries import moment
 from adaptersync_core.records import Ack, Fleet, Traffic
 
 TOLD = 100  # events in the document; a stream of them goes on from there
@@ -50,7 +50,7 @@ class Line(Struct, frozen=True, kw_only=True):
 
     def clock(self) -> str:
         """The time of day here."""
-        return datetime.fromtimestamp(self.at).astimezone().strftime("%H:%M:%S")
+        return moment(self.at).astimezone().strftime("%H:%M:%S")
 
 
 class Overview(views.StatusView, frozen=True, kw_only=True):

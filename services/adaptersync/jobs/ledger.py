@@ -5,11 +5,14 @@ or twice at once. Nothing is trimmed that is not archived, and nothing younger t
 routers look whether Redis still has what it took, and take what is gone for trimmed on purpose from then on.
 
 Each link says where the chains of the other tables end, so that one that was cut off is missed, and up to when they
-held all there was. Where no event comes to say so, an empty link of the events does.
+held all there was. Where no event comes to say so, an empty link of the events does; and where the events end, a file
+beside the tables.
 
 A stream that is not the one of before, since the coordinators' term is another one or its end lies below what was read,
 may have been set back, and entries may have come with ids that were read over. Then all of it is read again, and what
 the archive has is left out.
+
+Who may write a stream may give an entry any id and any content: it is archived like all others, as far as it can be.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from msgspec import Struct
 
 from adaptersync_core.archive import Archive, day, span
 from adaptersync_core.archived import Record
-from adaptersync_core.chain import FIRST, ROW_LATE_S, Beside, File, Head, Link, place
+from adaptersync_core.chain import FIRST, ROW_LATE_S, Beside, File, Head, Link, ended, place, write_ends
 from adaptersync_core.config import Config, load_config
 from adaptersync_core.errors import ControlError, ControlUnavailable, StoreError
 from adaptersync_core.keys import Keys
@@ -80,7 +83,7 @@ async def drain(config: Config) -> Drained:
         registry = Registry(client, Keys(config.group.name))
         await agree(registry, store)  # an empty mount point is no store
         archives = {name: Archive(store, config.group.name, name) for name in ORDER}
-        ends = {name: _beside(name, await asyncio.to_thread(archive.head)) for name, archive in archives.items()}
+        ends = {name: ended(name, await asyncio.to_thread(archive.head)) for name, archive in archives.items()}
         for name, archive in archives.items():
             beside = tuple(end for other, end in ends.items() if other != name)
             kept_s = config.jobs.ledger_kept_s
@@ -88,7 +91,8 @@ async def drain(config: Config) -> Drained:
             each = Drain(client, registry.keys, name, archive, done, beside=beside, kept_s=kept_s)
             if not await each.run():
                 break  # what rests on it would be there without it
-            ends[name] = _beside(name, await asyncio.to_thread(archive.head), until)
+            ends[name] = ended(name, await asyncio.to_thread(archive.head), until)
+        await asyncio.to_thread(write_ends, archives[LAST].root.parent, archives)
     finally:
         await client.close()
     if done.entries or done.trimmed:
@@ -96,17 +100,10 @@ async def drain(config: Config) -> Drained:
     if done.damaged:
         raise StoreError(
             done.damaged[0],
-            next_step="all else is archived; see adaptersync audit verify, and put the files back",
+            next_step="all else is archived; see adaptersync audit verify",
             damaged=len(done.damaged),
         )
     return done
-
-
-def _beside(table: str, head: Head | None, until: int = 0) -> Beside:
-    if head is None:
-        return Beside(table=table, until=until)
-    link = head.link
-    return Beside(table=table, number=link.number, sha256=head.sha256, highest=link.highest, until=until)
 
 
 class Drain:
@@ -149,9 +146,15 @@ class Drain:
         if head is not None:
             await note(self._client, self._keys, self._name, head.link.cursor)
         await self._trim(head)
-        if head is not None and head.link.merged != day(head.link.highest):
-            await self._merge(head)
+        if head is not None:
+            today = day(min(head.link.highest, f"{await self._now_ms()}-0", key=place))
+            if head.link.merged != today:
+                await self._merge(head, today)
         return whole
+
+    async def _now_ms(self) -> int:
+        seconds, microseconds = await self._client.command("TIME")
+        return int(seconds) * 1000 + int(microseconds) // 1000
 
     async def _batch(self, head: Head | None) -> bool:
         """Whether there may be more. What came after the read is the next run's: or none would end while rows come."""
@@ -162,6 +165,7 @@ class Drain:
         )
         cursor = FIRST if link is None or again else link.cursor
         entries = await self._read(cursor)
+        read_at = await self._now_ms()
         if not entries and not again and not (self._name == LAST and self._untold(link)):
             return False
         records = [record for entry, fields in entries for record in self._archive.table.records(entry, fields)]
@@ -169,7 +173,7 @@ class Drain:
             records = await asyncio.to_thread(self._unknown, records)
         cursor = entries[-1][0] if entries else cursor
         more: dict[str, Any] = {"cursor": cursor, "incarnation": present.incarnation, "beside": self._beside}
-        more["clipped"] = link is None and present.lacks
+        more |= {"clipped": link is None and present.lacks, "read_at": read_at}
         written = await asyncio.to_thread(lambda: self._archive.write(records, head, **more))
         if written is not None:
             self._done.entries += written.link.entries
@@ -208,7 +212,7 @@ class Drain:
 
     def _unknown(self, records: list[Record]) -> list[Record]:
         """Those that the archive does not have."""
-        known = self._archive.known(records[0].entry, records[-1].entry)
+        known = self._archive.known(records[0].entry, records[-1].entry, self._damaged)
         return [record for record in records if not any(_same(record, row) for row in known.get(record.entry, ()))]
 
     async def _trim(self, head: Head | None) -> None:
@@ -216,8 +220,11 @@ class Drain:
         present = await self._present()
         if head is None or head.link.incarnation != present.incarnation:
             return
-        now = await self._client.command("TIME")
-        bounds = [head.link.cursor, f"{max(0, now[0] * 1000 - int(self._kept_s * 1000))}-0"]
+        now_ms = await self._now_ms()
+        old_ms = max(0, now_ms - int(self._kept_s * 1000))
+        bounds = [head.link.cursor, f"{old_ms}-0"]
+        if place(head.link.cursor)[0] > now_ms:
+            bounds = [await asyncio.to_thread(self._read_by, head.link, old_ms)]
         if self._kept:
             if await self._client.command("XLEN", self._stream) <= 2 * self._kept:
                 return
@@ -226,9 +233,20 @@ class Drain:
         while gone := await self._client.command("XTRIM", self._stream, "MINID", "~", below, "LIMIT", TRIM):
             self._done.trimmed += gone
 
-    async def _merge(self, head: Head) -> None:
+    def _read_by(self, link: Link, old_ms: int) -> str:
+        """Up to where it had been read by then: of entries whose ids tell of a time that is still to come."""
+        while not 0 < link.read_at <= old_ms:
+            try:
+                before = self._archive.link(link.number - 1)
+            except StoreError:  # the first, or what verify tells of
+                return FIRST
+            if before.incarnation != link.incarnation or place(before.cursor) > place(link.cursor):
+                return FIRST  # of another stream
+            link = before
+        return link.cursor
+
+    async def _merge(self, head: Head, today: str) -> None:
         """Of days that are over: a file for each run is enough, up to a bound. What is left is the next run's."""
-        today = day(head.link.highest)
         for group in await asyncio.to_thread(self._mergeable, today):
             if self._done.merged + len(group) > MERGES and self._done.merged:
                 return
@@ -240,7 +258,10 @@ class Drain:
                 return  # another is at it
             head = merged
             self._done.merged += len(files)
-        kept = {"cursor": head.link.cursor, "incarnation": head.link.incarnation, "beside": head.link.beside}
+        await asyncio.to_thread(self._archive.sweep)
+        link = head.link
+        kept: dict[str, Any] = {"cursor": link.cursor, "incarnation": link.incarnation, "beside": link.beside}
+        kept["read_at"] = link.read_at
         await asyncio.to_thread(lambda: self._archive.write([], head, merged=today, **kept))
 
     def _mergeable(self, today: str) -> list[list[File]]:
@@ -265,9 +286,14 @@ class Drain:
                 tables.append(self._archive.checked(file))
                 files.append(file)
             except StoreError as error:
-                log.error("left as it is: %s", error)
-                self._done.damaged.append(f"{self._name}: {error}")
+                self._damaged(error)
         return files, tables
+
+    def _damaged(self, error: StoreError) -> None:
+        told = f"{self._name}: {error}"
+        if told not in self._done.damaged:
+            log.error("left as it is: %s", told)
+            self._done.damaged.append(told)
 
 
 def _directory(file: File) -> str:

@@ -1,12 +1,14 @@
 """Whether the archive's files are those that its chain names: nothing changed, missing, added or cut out.
 
-Links tell of the ends of the other tables' chains, too, so that the end of one cannot be cut off unseen. Whoever may
+Links tell of the ends of the other tables' chains, too, and a file beside the tables of all, so that the end of one
+cannot be cut off unseen. What cannot be read is a contradiction like others, and the rest is looked at. Whoever may
 write the store can write all chains anew, so that they agree; that is found where a link's digest was noted elsewhere
 (`noted`). Knows nothing of what is in the files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections import defaultdict
@@ -14,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from adaptersync_core.archive import Archive
-from adaptersync_core.chain import FILES, Beside, File, Link, listing
+from adaptersync_core.chain import CHAIN, ENDS, FILES, Beside, File, Link, content_of, listing, opened, read_ends
 from adaptersync_core.errors import StoreError
 
 DIGITS = 16  # of a digest, enough to tell links apart
@@ -32,6 +34,14 @@ class Ends:
         """A chain that could be read to its end."""
         self._read.append((archive, digests))
 
+    def beside(self, directory: Path) -> Iterator[str]:
+        """What the file beside the tables tells."""
+        try:
+            for beside in read_ends(directory):
+                self.take(ENDS, beside)
+        except StoreError as error:
+            yield str(error)
+
     def take(self, by: str, beside: Beside) -> None:
         self.settled_ms[beside.table] = max(self.settled_ms[beside.table], beside.settled_ms)
         if beside.number:
@@ -41,16 +51,17 @@ class Ends:
         """Of each table the first link that is another one, and the last that is cut off."""
         for archive, digests in self._read:
             table = archive.root.name
-            for path, head in archive.links(max(digests, default=0)):  # a worker may have gone on meanwhile
-                digests[int(path.name)] = head.sha256[:DIGITS]
+            for path in archive.places(max(digests, default=0)):  # a worker may have gone on meanwhile
+                with contextlib.suppress(StoreError):  # that is told, or will be the next time
+                    digests[int(path.name)] = archive.at(int(path.name)).sha256[:DIGITS]
             told, end = self._told[table], max(digests, default=0)
             last = max(told, default=(0, ""))
             if last[0] > end:
                 what = f"the chain ends at {end}" if end else "the table is gone"
-                yield f"{table}: table {told[last]} tells of link {last[0]}, and {what}"
+                yield f"{table}: {told[last]} tells of link {last[0]}, and {what}"
             for (number, digest), by in sorted(told.items()):
                 if digests.get(number, digest) != digest:
-                    yield f"{table}: link {number} is not the one that table {by} tells of"
+                    yield f"{table}: link {number} is not the one that {by} tells of"
                     break
 
 
@@ -59,16 +70,27 @@ def contradictions(archive: Archive, noted: Mapping[int, str], ends: Ends) -> It
     name = archive.root.name
     digests: dict[int, str] = {}
     live: dict[str, File] = {}
-    expected, previous = 1, ""
+    expected = 1
+    previous: str | None = ""  # None: it cannot be known
     missing = dict(noted)
+    unread = False
     try:
-        for path, head in archive.links():
-            link = head.link
+        yield from _no_directories(archive)
+        for path in archive.places():
             number = int(path.name)
             if number != expected:
                 which = f"link {expected}" if number == expected + 1 else f"links {expected} to {number - 1}"
                 yield f"{name}: {which} of the chain missing"
-            elif link.previous != previous:
+                previous = None
+            try:
+                head = archive.at(number)
+            except StoreError as error:
+                yield f"{name}: {error}"
+                missing.pop(number, None)
+                expected, previous, unread = number + 1, None, True
+                continue
+            link = head.link
+            if previous is not None and link.previous != previous:
                 yield f"{name}: link {number} does not follow the one before, which was changed, or this one"
             if link.number != number:
                 yield f"{name}: link {number} says that it is link {link.number}"
@@ -84,15 +106,23 @@ def contradictions(archive: Archive, noted: Mapping[int, str], ends: Ends) -> It
             if link.listed:
                 yield from _listed(archive, link, path / FILES, live)
             for beside in link.beside:
-                ends.take(name, beside)
+                ends.take(f"table {name}", beside)
             digests[number] = head.sha256[:DIGITS]
             expected, previous = number + 1, head.sha256
         for number in sorted(missing):
             yield f"{name}: link {number} was noted, and the chain ends at {expected - 1}"
         ends.read(archive, digests)
-        yield from files(archive, live)
+        yield from files(archive, live, lenient=unread)
     except StoreError as error:
         yield f"{name}: {error}"
+
+
+def _no_directories(archive: Archive) -> Iterator[str]:
+    """What lies where the chain should go on, and hides what would be in it."""
+    chain = archive.root / CHAIN
+    for path in (chain, *(sorted(chain.glob("[0-9]*")) if chain.is_dir() else ())):
+        if path.exists() and not path.is_dir() and path.suffix != ".noted":
+            yield f"{archive.root.name}: {path.relative_to(archive.root)} is no directory"
 
 
 def _listed(archive: Archive, link: Link, path: Path, live: Mapping[str, File]) -> Iterator[str]:
@@ -100,14 +130,14 @@ def _listed(archive: Archive, link: Link, path: Path, live: Mapping[str, File]) 
     if hashlib.sha256(expected).hexdigest() != link.listed:
         yield f"{archive.root.name}: link {link.number} lists other files than the links up to it"
     try:
-        there = path.read_bytes()
+        there = content_of(path)
     except OSError:
         there = b""
     if hashlib.sha256(there).hexdigest() != link.listed:
         yield f"{archive.root.name}: the list of files beside link {link.number} was changed"
 
 
-def files(archive: Archive, live: Mapping[str, File]) -> Iterator[str]:
+def files(archive: Archive, live: Mapping[str, File], *, lenient: bool = False) -> Iterator[str]:
     """A worker may be at it: what is missed may be in a merged file by now, and what is new of a link that is."""
     name = archive.root.name
     missing, added = [], []
@@ -117,17 +147,23 @@ def files(archive: Archive, live: Mapping[str, File]) -> Iterator[str]:
         except FileNotFoundError:
             missing.append(file)
             continue
+        except OSError as error:
+            yield f"{name}: {path} cannot be read: {error.strerror}"
+            continue
         if digest != file.sha256:
             yield f"{name}: {path} was changed"
-    for directory, _, files in os.walk(archive.root):
+    for directory, below, files in os.walk(archive.root):
+        for each in sorted(below):
+            if os.path.islink(path := os.path.join(directory, each)):  # who queries the files follows it
+                yield f"{name}: {os.path.relpath(path, archive.root)} was added: it leads elsewhere"
         for each in sorted(files):
             path = os.path.relpath(os.path.join(directory, each), archive.root)
-            if each.endswith(".parquet") and not each.startswith(".") and path not in live:
+            if each.endswith(".parquet") and path not in live:
                 added.append(path)
     if not missing and not added:
         return
     pending = archive.pending()  # first: what a note tells of no more, the chain does
-    now = archive.files()
+    now = archive.files(lenient=lenient)
     for file in missing:
         if file.path in now:
             yield f"{name}: {file.path} is missing, with {file.rows} rows"
@@ -137,5 +173,5 @@ def files(archive: Archive, live: Mapping[str, File]) -> Iterator[str]:
 
 
 def _sha256(archive: Archive, path: str) -> str:
-    with (archive.root / path).open("rb") as file:
+    with opened(archive.root / path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

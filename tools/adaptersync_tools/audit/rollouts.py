@@ -56,7 +56,7 @@ def read_rollouts(
     rollouts: Archive, fates: Archive, run: str, evidence: Evidence, *, lenient: bool = False
 ) -> Iterator[list[Rollout]]:
     """A pass at a time. StoreError where a file is not what was archived; `lenient`: it is left out."""
-    rows = sum(file.rows for path, file in rollouts.files().items() if path.startswith(_of(run)))
+    rows = sum(file.rows for path, file in rollouts.files(lenient=lenient).items() if path.startswith(_of(run)))
     passes = max(1, -(-rows // ROWS))
     for number in range(passes):
         found: dict[str, list[tuple[Place, Row]]] = {}

@@ -68,6 +68,7 @@ class Audit:
             yield from chain.contradictions(archive, self._noted.get(archive.root.name, {}), ends)
             with contextlib.suppress(StoreError):  # that is told, and other tables have more to tell
                 self._count(archive)
+        yield from ends.beside(self._archives["events"].root.parent)
         yield from ends.contradictions()
         self._settle(ends)
         evidence = read_evidence(self._archives["events"], self._store, self._run, lenient=True)
@@ -90,7 +91,7 @@ class Audit:
             counts.links += head.link.number
             counts.heads[archive.root.name] = f"{head.link.number}:{head.sha256}"
         pending = archive.pending()  # first: what a note tells of no more, the chain does
-        files = archive.files()
+        files = archive.files(lenient=True)
         counts.files += len(files)
         counts.unfinished += sum(os.path.exists(archive.root / path) for path in pending.difference(files))
 
@@ -157,8 +158,10 @@ class Audit:
 
     def _settle(self, ends: chain.Ends) -> None:
         """By the rollouts themselves, and by what other tables say of them: the end of theirs may have been cut off."""
-        head = self._archives["rollouts"].head()
-        last_ms = place(head.link.highest)[0] if head else 0
+        last_ms = 0
+        with contextlib.suppress(StoreError):  # that is told
+            head = self._archives["rollouts"].head()
+            last_ms = place(head.link.highest)[0] if head else 0
         self._settled_ms = max(last_ms, ends.settled_ms["rollouts"]) - int(ROW_LATE_S * 1000)
 
     def _gaps(self) -> Iterator[str]:
@@ -167,10 +170,13 @@ class Audit:
         From 1, so the first ones are missed, too; but not where the stream had lost entries before it was archived.
         """
         archive = self._archives["rollouts"]
-        first = next((head.link for _, head in archive.links()), None)
+        first = next(archive.places(), None)
         if first is None:
             return
-        before = [] if first.clipped else [0]
+        clipped = True
+        with contextlib.suppress(StoreError):  # that is told
+            clipped = archive.at(int(first.name)).link.clipped
+        before = [] if clipped else [0]
         numbers: dict[str, array[int]] = {}
         latest: dict[str, int] = {}
         for table in archive.tables("", ["entry", "request_id", "unread"], lenient=True):

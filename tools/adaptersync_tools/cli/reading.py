@@ -7,7 +7,6 @@ import re
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from rich.text import Text
 from adaptersync.coordinator import views
 from adaptersync.coordinator.observer import look
 from adaptersync_core.bus import follow as follow_stream
+from adaptersync_core.entries import moment, written_ms
 from adaptersync_core.errors import NameInvalid
 from adaptersync_core.events import PHASES
 from adaptersync_core.keys import Keys
@@ -222,7 +222,7 @@ def _printer(as_json: bool) -> Callable[[Entry], None]:
 
     def tell(entry: Entry) -> None:
         entry_id, fields = entry
-        at = datetime.fromtimestamp(int(entry_id.partition("-")[0]) / 1000, tz=UTC)
+        at = moment(written_ms(entry_id) / 1000)
         if as_json:
             sys.stdout.write(orjson.dumps({"id": entry_id, "at": at.isoformat(), **fields}).decode() + "\n")
         else:

@@ -5,9 +5,9 @@
     .ends.json                                        beside the tables: where each chain ended after the last drain
 
 A link names the files of a batch with their digests, the digest of the link before, and where the chains of the other
-tables ended: an end that was cut off is missed there, and that of the table that comes last in `.ends.json`. A link is a
-directory that is renamed into place, which the second of two that write at once cannot. What is in the files it does not know. A path is believed only where it cannot lead out
-of the table: whoever may write the store may write a link.
+tables ended: an end that was cut off is missed there, and that of the table that comes last in `.ends.json`. A link is
+a directory that is renamed into place, which the second of two that write at once cannot. What is in the files it does
+not know. A path is believed only where it cannot lead out of the table: whoever may write the store may write a link.
 """
 
 from __future__ import annotations

@@ -100,10 +100,7 @@ def overview(status: views.StatusView, fleet: Fleet, recent: Recent, *, told_by:
 
 
 def line(event: Happened) -> Line:
-    try:
-        subject, text = views.tell(event.fields)
-    except ValueError:  # no service wrote this
-        subject, text = "", " ".join(f"{name}={value}" for name, value in event.fields.items())
+    subject, text = views.tell(event.fields)
     return Line(id=event.id, at=event.at, type=event.type, subject=subject, text=text, bad=event.bad)
 
 

@@ -5,6 +5,7 @@ Ages and waits are seconds. A view is healthy when nothing needs an operator; `p
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -402,10 +403,11 @@ def tell(fields: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _told(name: str, value: str) -> str:
-    if name.endswith("_s"):
-        return f"{name[:-2]} {duration(float(value))}"
-    if name == "size":
-        return size(int(value))
+    with contextlib.suppress(ValueError):  # no service wrote this
+        if name.endswith("_s"):
+            return f"{name[:-2]} {duration(float(value))}"
+        if name == "size":
+            return size(int(value))
     if value in ("true", "false"):
         return name if value == "true" else f"not {name}" if name == "ok" else ""
     return f"{name.replace('_', ' ')} {value}"

@@ -204,6 +204,7 @@ def test_a_version_that_was_not_taken_up_is_published() -> None:
         ),
         ({"type": "version.verified", "version": V1, "ok": "false", "reason": "size"}, V1, "size  not ok"),
         ({"type": "unheard.of", "version": V1, "some_thing": "7"}, V1, "some thing 7"),
+        ({"type": "forged", "staged_s": "long", "size": "9" * 5000}, "", f"staged s long  size {'9' * 5000}"),
     ],
 )  # fmt: skip
 def test_events_are_told(fields: dict[str, str], subject: str, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -162,3 +163,21 @@ async def test_a_damaged_file_keeps_nothing_from_being_archived_when_all_is_read
     left = [file for file in archive.files().values() if file.path != path]
     found = [line["request_id"] for file in left for line in archive.checked(file).to_pylist()]
     assert sorted(found) == ["new", *(f"r-{n}" for n in range(4))]  # what it held is there once more
+
+
+async def test_what_was_half_written_goes_when_a_day_is_over(
+    config: Config, store: Path, writer: Writer, later: Callable[[float], None]
+) -> None:
+    await writer.rows([row("r-1")])
+    await drain(config)
+    archive = Archive(store, GROUP, "rollouts")
+    (path,) = archive.files()
+    half = (archive.root / path).with_name(f".{Path(path).name}.391ca203")
+    half.write_bytes(b"half")
+    os.utime(half, (1.0, 1.0))
+    await drain(config)
+    assert half.exists()  # all that is there is looked at once a day
+    await writer.rows([row("r-2")], entry=FUTURE)
+    later(86_400)
+    await drain(config)
+    assert not half.exists()

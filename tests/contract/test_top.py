@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -146,3 +147,17 @@ def test_without_a_server_it_is_one_line(server: RedisServer) -> None:
         run = subprocess.run([*TOP, option], capture_output=True, text=True, timeout=30, env=environment(server))
         assert run.returncode == 69
         assert run.stderr.count("\n") == 1
+
+
+async def test_an_event_of_any_id_is_shown(server: RedisServer, registry: Registry) -> None:
+    """Who may write one may give it an id beyond the calendar, and values that no service writes."""
+    fields = ("type", "forged", "staged_s", "long", "size", "large")
+    await registry.client.command("XADD", registry.keys.events, "999999999999999-0", *fields)
+    commands = ([*TOP, "--once"], [*TOP[:-1], "events"], [*TOP[:-1], "events", "--since", "1h", "--json"])
+    for command in commands:
+        run = await asyncio.to_thread(
+            subprocess.run, command, capture_output=True, text=True, timeout=60,
+            env={**environment(server), "TZ": "Pacific/Kiritimati"},  # the first to have another year
+        )  # fmt: skip
+        assert (run.returncode, run.stderr) == (0, "")
+        assert "forged" in run.stdout

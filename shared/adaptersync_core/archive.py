@@ -159,7 +159,7 @@ class Archive(Chain):
             raise StoreError("file of the ledger is not what was archived", path=file.path)
         try:
             return pq.read_table(pa.BufferReader(content), columns=columns)
-        except pa.ArrowException as error:
+        except (OSError, pa.ArrowException) as error:
             raise StoreError(f"file of the ledger cannot be read: {error}", path=file.path) from error
 
     def known(self, first: str, last: str, damaged: Callable[[StoreError], object]) -> dict[str, list[dict[str, Any]]]:

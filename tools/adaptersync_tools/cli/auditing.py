@@ -15,7 +15,7 @@ from rich.text import Text
 from adaptersync_core.archive import Archive, schema
 from adaptersync_core.archived import TABLES
 from adaptersync_core.config import Config
-from adaptersync_core.errors import ConfigError, NameInvalid
+from adaptersync_core.errors import ConfigError, NameInvalid, StoreError
 from adaptersync_core.rollouts import Row
 from adaptersync_core.store import ArtifactStore
 from adaptersync_tools.audit.evidence import read_evidence
@@ -174,13 +174,17 @@ def _listed(found: Counter[str], head: str) -> str:
 
 def _run_of(config: Config, request_id: str) -> str | None:
     """The run whose rows tell of a request; None when none does."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     archive = Archive(Path(config.store.path), config.group.name, "rollouts")
     for path in archive.files():
-        found = pq.read_table(
-            archive.root / path, columns=["run"], filters=[("request_id", "=", request_id)], partitioning=None
-        )
+        try:
+            found = pq.read_table(
+                archive.root / path, columns=["run"], filters=[("request_id", "=", request_id)], partitioning=None
+            )
+        except pa.ArrowException as error:
+            raise StoreError(f"file of the ledger cannot be read: {error}", path=path) from error
         if found.num_rows:
             return str(found["run"][0])
     return None

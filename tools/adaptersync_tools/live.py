@@ -51,16 +51,17 @@ class Live:
         if self._console.is_terminal:
             self._bar.stop()
 
-    def look(self) -> bool:
-        """Read what is new and show it; whether the trainer made a step."""
+    def look(self) -> int:
+        """Read what is new and show it; the trainer's last step, 0 before the first."""
         fresh = self._read()
         figures = "  ".join([*self._trainer(), *self._fleet()])
-        self._bar.update(self._task, completed=self._last.get("step", 0), figures=figures)
+        step = int(self._last.get("step", 0))
+        self._bar.update(self._task, completed=step, figures=figures)
         now = time.monotonic()
         if not self._console.is_terminal and (fresh and now - self._told_at > PLAIN_S):
             self._told_at = now
-            self._console.print(f"step {self._last['step']}/{self._steps}  {figures}")
-        return fresh
+            self._console.print(f"step {step}/{self._steps}  {figures}")
+        return step
 
     def _read(self) -> bool:
         if not self._lines.exists():

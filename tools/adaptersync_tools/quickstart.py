@@ -26,6 +26,7 @@ from adaptersync_tools.cli.common import run_command, visit
 from adaptersync_tools.cli.local import interrupt_on_sigterm
 from adaptersync_tools.curves import Curve, can_draw_pictures, write_picture
 from adaptersync_tools.demo.lessons import CARRY, LESSONS, Lesson, LessonName
+from adaptersync_tools.demo.patience import Patience
 from adaptersync_tools.live import Live
 from adaptersync_tools.output import Narrator, console
 from adaptersync_tools.report import show
@@ -120,15 +121,11 @@ class Tour:
             arguments += ["--base", str(base), "--reward", self.reward, "--lesson", self.lesson.name]
         service = stack.run("train", module, *arguments)
         with Live(self.console, stack.config, run=RUN, steps=self.steps, lines=out / "steps.jsonl") as live:
-            progressed = time.monotonic()
+            patience = Patience(self.lesson.step_s, service.log_path)
 
             def look() -> None:
-                nonlocal progressed
                 stack.check()
-                if live.look():
-                    progressed = time.monotonic()
-                if time.monotonic() - progressed > self.lesson.step_s:
-                    raise StackFailed("training makes no steps", next_step="read its log", log=str(service.log_path))
+                patience.look(live.look())
 
             to_the_end(service, float("inf"), look)
             live.look()

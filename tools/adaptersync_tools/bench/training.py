@@ -25,6 +25,7 @@ from adaptersync_tools.bench.result import Figure, Machine, Result, Target, now
 from adaptersync_tools.cli.common import visit
 from adaptersync_tools.curves import Curve, mean_curve
 from adaptersync_tools.demo.lessons import CARRY
+from adaptersync_tools.demo.patience import Patience
 from adaptersync_tools.engines import HOST, EngineSettings, gpu_count, plain_spec
 from adaptersync_tools.evidence import pauses_in_logs
 from adaptersync_tools.quickstart import read_lines, to_the_end
@@ -218,19 +219,15 @@ class Bench:
     ) -> tuple[dict[str, Any], ...]:
         """The lines of a training, once it has ended well."""
         lines = directory / "train" / "steps.jsonl"
-        began = progressed = time.monotonic()
-        done = 0
+        patience = Patience(CARRY.step_s, service.log_path, read="read its log with --keep")
+        began = time.monotonic()
         self._progress.waiting(f"{what}: {self._settings.steps} steps")
 
         def look() -> None:
-            nonlocal progressed, done
             check()
-            made = len(read_lines(lines))
-            if made > done:
-                done, progressed = made, time.monotonic()
-                self._progress.detail(f"{what}: step {done} of {self._settings.steps}")
-            if time.monotonic() - progressed > CARRY.step_s:
-                raise StackFailed("training makes no steps", next_step="read its log", log=str(service.log_path))
+            if made := len(read_lines(lines)):
+                self._progress.detail(f"{what}: step {made} of {self._settings.steps}")
+            patience.look(made)
 
         to_the_end(service, float("inf"), look)
         self._progress.done(what, time.monotonic() - began)

@@ -277,10 +277,11 @@ def read_acks(fields: dict[str, str]) -> dict[str, Ack]:
     return {name: ack for name, ack in found.items() if ack is not None}
 
 
-def record_fields(record: VersionRecord) -> list[str]:
-    fields = msgspec.to_builtins(record)
-    fields[f"{record.state}_at"] = record.at
-    return [text for name, value in fields.items() for text in (name, str(value))]
+def record_fields(record: VersionRecord) -> tuple[list[str], list[str]]:
+    """Flat fields for its hash: those that are written, and the moment that stays as it was when the state was first
+    entered. A version that is rolled back to was current before."""
+    fields = [text for name, value in msgspec.to_builtins(record).items() for text in (name, str(value))]
+    return fields, [f"{record.state}_at", str(record.at)]
 
 
 def hash_fields(report: Struct) -> list[str]:

@@ -285,7 +285,7 @@ class Registry:
                     for need in decision.needs
                 ],
                 "records": [
-                    (place(self.keys.version(name)), VERSION_TTL_S, record_fields(record))
+                    (place(self.keys.version(name)), VERSION_TTL_S, *record_fields(record))
                     for name, record in decision.records.items()
                 ],
                 "events": [to_fields(event) for event in decision.events],
@@ -324,7 +324,7 @@ class Registry:
                 for name, run in runs.items()
             ],
             "records": [
-                (place(self.keys.version(name)), VERSION_TTL_S, record_fields(record))
+                (place(self.keys.version(name)), VERSION_TTL_S, *record_fields(record))
                 for name, record in records.items()
             ],
         }

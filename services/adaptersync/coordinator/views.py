@@ -107,7 +107,7 @@ class RolloutCounts(Struct, frozen=True, kw_only=True):
 
 
 class VersionView(Struct, frozen=True, kw_only=True):
-    """`promoted_s` counts from publication; `verified` is None until the stored bytes were read again.
+    """`promoted_s` counts from publication to the first promotion; `verified` is None until the stored bytes were read again.
 
     `rollouts` is None when the ledger was not read.
     """

@@ -3,7 +3,8 @@
 -- ARGV: fence (incarnation:token), generation the decision was made from, decision (JSON), new table (JSON)
 --   decision.acks       [[replica key, acks key, adapter id, engine epoch], ...]  each replica must be alive in this life of its
 --                       engine and have accepted that version, if one is named, in it
---   decision.records    [[key, seconds to live, [field, value, ...]], ...]        hashes to write
+--   decision.records    [[key, seconds to live, [field, value, ...], [field, value]], ...]  hashes to write; the last
+--                       field is left as it is where it is there
 --   decision.events     [[field, value, ...], ...]
 --   decision.answered   [request id, ...]
 --   decision.alive_ms   how old a heartbeat may be
@@ -38,6 +39,9 @@ local generation = redis.call('HINCRBY', KEYS[1], 'generation', 1)
 redis.call('SET', KEYS[2], ARGV[4])
 for _, record in ipairs(decision.records) do
   redis.call('HSET', KEYS[record[1]], unpack(record[3]))
+  if redis.call('HEXISTS', KEYS[record[1]], record[4][1]) == 0 then
+    redis.call('HSET', KEYS[record[1]], unpack(record[4]))
+  end
   redis.call('EXPIRE', KEYS[record[1]], record[2])
 end
 if #decision.answered > 0 then

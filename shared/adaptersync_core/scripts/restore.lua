@@ -2,7 +2,7 @@
 -- KEYS: control, table, events, runs, then the keys that the state names by their place
 -- ARGV: fence, new incarnation, generation, table (JSON), state (JSON), gap
 --   state.runs     [[key, name, epoch, seq, max_staleness, ended_at, ended_by], ...]   numbers only ever rise
---   state.records  [[key, seconds to live, [field, value, ...]], ...]
+--   state.records  [[key, seconds to live, [field, value, ...], [field, value]], ...]  as decide.lua has them
 --   gap            how many numbers are left out: some were given out and written down nowhere
 -- Reply: {'ok'} or {'fenced'}
 local time = redis.call('TIME')
@@ -34,6 +34,9 @@ for _, run in ipairs(state.runs) do
 end
 for _, record in ipairs(state.records) do
   redis.call('HSET', KEYS[record[1]], unpack(record[3]))
+  if redis.call('HEXISTS', KEYS[record[1]], record[4][1]) == 0 then
+    redis.call('HSET', KEYS[record[1]], unpack(record[4]))
+  end
   redis.call('EXPIRE', KEYS[record[1]], record[2])
 end
 redis.call('HSET', KEYS[1], 'incarnation', ARGV[2], 'generation', ARGV[3])

@@ -290,13 +290,15 @@ async def test_a_decision_is_written_whole(registry: Registry) -> None:
     assert from_fields((await events(registry))[-1]) == made.events[0]
 
 
-async def test_a_record_keeps_when_each_state_was_entered(registry: Registry) -> None:
+async def test_a_record_keeps_when_each_state_was_entered_first(registry: Registry) -> None:
     lease = await leading(registry)
     await registry.decide(decision(), lease, alive_s=ALIVE_S)
-    later = replace(decision(2), records={NAME: VersionRecord(state="voided", reason="bad", generation=2, at=9.0)})
-    await registry.decide(later, lease, alive_s=ALIVE_S)
-    record = await registry.client.command("HGETALL", registry.keys.version(NAME))
-    assert (record["state"], record["current_at"], record["voided_at"]) == ("voided", "3.5", "9.0")
+    for generation, state, at in ((2, "retained", 6.0), (3, "current", 7.0), (4, "voided", 9.0)):  # 3: rolled back to
+        record = VersionRecord(state=state, reason="why", generation=generation, at=at)
+        await registry.decide(replace(decision(generation), records={NAME: record}), lease, alive_s=ALIVE_S)
+    kept = await registry.client.command("HGETALL", registry.keys.version(NAME))
+    assert (kept["state"], kept["at"]) == ("voided", "9.0")
+    assert [kept[f"{state}_at"] for state in ("current", "retained", "voided")] == ["3.5", "6.0", "9.0"]
 
 
 async def test_decide_repeated_is_one_decision(registry: Registry, lossy: Registry) -> None:

@@ -83,7 +83,7 @@ def versions(run: str | None, config_path: Path | None, as_json: bool, limit: in
     """Show versions of RUN or of all runs, newest first.
 
     \b
-    waited: from publication to promotion.
+    waited: from publication to the first promotion.
     phases: visible, staged, verified, loaded and, where it is done, proved; milliseconds of the slowest replica.
     Example:
       adaptersync versions my-run --limit 5

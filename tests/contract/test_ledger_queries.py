@@ -18,7 +18,9 @@ from support.ledger import GROUP, RUN, VERSION, Writer, acked, config_of, promot
 from support.redis_servers import KINDS
 from support.source import REPOSITORY
 
-VIEWS, *QUERIES = re.findall(r"```sql\n(.*?)```", (REPOSITORY / "deploy" / "LEDGER.md").read_text(), re.DOTALL)
+VIEWS, FATE, NO_FATE, *QUERIES = re.findall(
+    r"```sql\n(.*?)```", (REPOSITORY / "deploy" / "LEDGER.md").read_text(), re.DOTALL
+)
 
 ANSWERS: list[list[tuple[Any, ...]]] = [
     [
@@ -37,8 +39,14 @@ ANSWERS: list[list[tuple[Any, ...]]] = [
 ]
 
 
-@pytest.fixture
-async def ledger(redis_url: str, tmp_path: Path) -> Path:
+FATES = (
+    Fates(run=RUN, epoch=1, step=1, fate="dropped", reason="cut off", requests=("aa-1",)),
+    Fates(run=RUN, epoch=1, step=1, fate="trained", requests=("aa-1",)),
+    Fates(run=RUN, epoch=1, step=1, fate="dropped", reason="too old", requests=("aa-2",)),
+)
+
+
+async def archived(redis_url: str, tmp_path: Path, *fates: Fates) -> Path:
     client = RedisClient(redis_url, name="test")
     writer = Writer(client)
     voided = VersionVoided(version=VERSION, generation=3, reason="in the wrong language", current="")
@@ -48,21 +56,19 @@ async def ledger(redis_url: str, tmp_path: Path) -> Path:
         [row("aa-1", OPEN, **tokens), row("aa-1", **tokens), row("aa-2", **tokens), row("aa-2", **tokens)]
     )
     await writer.rows([row("aa-3", OPEN), row("bb-1", "refused", run="", version="", replica="")])
-    await writer.fates(
-        Fates(run=RUN, epoch=1, step=1, fate="dropped", reason="cut off", requests=("aa-1",)),
-        Fates(run=RUN, epoch=1, step=1, fate="trained", requests=("aa-1",)),
-        Fates(run=RUN, epoch=1, step=1, fate="dropped", reason="too old", requests=("aa-2",)),
-    )
+    if fates:
+        await writer.fates(*fates)
     await client.close()
     await drain(config_of(redis_url, tmp_path / "store"))
     return tmp_path / "store" / ".ledger" / GROUP
 
 
 @pytest.mark.parametrize("redis_kind", KINDS[:1])
-async def test_each_query_says_what_is_there(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ledger)
+async def test_each_query_says_what_is_there(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(await archived(redis_url, tmp_path, *FATES))
     with duckdb.connect() as connection:
-        connection.execute(VIEWS)
+        for views in (VIEWS, FATE, NO_FATE):  # the last has nothing to do
+            connection.execute(views)
         answers = [connection.execute(query.replace("my-run", RUN)).fetchall() for query in QUERIES]
         partitioned = connection.execute(
             "SELECT DISTINCT run, day::text FROM read_parquet('rollouts/*/*/*.parquet', hive_partitioning = true) "
@@ -71,3 +77,17 @@ async def test_each_query_says_what_is_there(ledger: Path, monkeypatch: pytest.M
     assert len(answers) == len(ANSWERS)
     assert answers == ANSWERS
     assert [run for run, _ in partitioned if run == RUN] == [RUN]
+
+
+@pytest.mark.parametrize("redis_kind", KINDS[:1])
+async def test_each_query_works_where_no_trainer_told_of_fates(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(await archived(redis_url, tmp_path))
+    with duckdb.connect() as connection:
+        connection.execute(VIEWS)
+        with pytest.raises(duckdb.IOException, match="No files found"):
+            connection.execute(FATE)
+        connection.execute(NO_FATE)
+        answers = [connection.execute(query.replace("my-run", RUN)).fetchall() for query in QUERIES]
+    assert answers == [[(VERSION, "not told", None, 3)], *ANSWERS[1:3], [], ANSWERS[4]]

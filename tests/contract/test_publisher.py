@@ -268,10 +268,15 @@ async def test_a_model_that_cannot_save_itself_announces_nothing(group: Group, p
 async def test_an_adapter_that_changes_nothing_is_published_with_a_warning(
     group: Group, publisher: AdapterPublisher, caplog: pytest.LogCaptureFixture
 ) -> None:
-    publication = await publish(publisher, group.adapter(scale=0.0))
-    assert publication.manifest.shape.noop
-    assert f"{publication.adapter_id} changes nothing: every lora_B is zero" in caplog.text
-    assert await outcome(publication) == CURRENT
+    said = []
+    for scale in (0.0, 1.0, 0.0):
+        caplog.clear()
+        publication = await publish(publisher, group.adapter(scale=scale))
+        assert publication.manifest.shape.noop == (scale == 0.0)
+        said.append([line.partition(" changes nothing: ")[2] for line in caplog.messages if "changes nothing" in line])
+        assert await outcome(publication) == CURRENT
+    zero = "every lora_B is zero"
+    assert said == [[f"{zero}, as is usual before the first step"], [], [zero]]
 
 
 async def test_an_invalid_adapter_announces_nothing_and_takes_no_number(

@@ -107,9 +107,9 @@ class RolloutCounts(Struct, frozen=True, kw_only=True):
 
 
 class VersionView(Struct, frozen=True, kw_only=True):
-    """`promoted_s` counts from publication to the first promotion; `verified` is None until the stored bytes were read again.
+    """`promoted_s` counts from publication to the first promotion.
 
-    `rollouts` is None when the ledger was not read.
+    `verified` is None until the stored bytes were read again, `rollouts` when the ledger was not read.
     """
 
     version: str

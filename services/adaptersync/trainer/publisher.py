@@ -190,7 +190,8 @@ class AdapterPublisher:
             traced.note(version=manifest.adapter_id, size=manifest.size)
             log.info("published %s in %.3f s", manifest.adapter_id, time.monotonic() - began)
             if manifest.noop:
-                log.warning("%s changes nothing: %s", manifest.adapter_id, manifest.noop)
+                usual = "" if self._last else ", as is usual before the first step"
+                log.warning("%s changes nothing: %s%s", manifest.adapter_id, manifest.noop, usual)
             self._last = manifest
             return publication
 

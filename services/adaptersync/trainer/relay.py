@@ -92,12 +92,18 @@ def run_relay(config: Config) -> None:
     run_until_stopped(_serve(config))
 
 
+def allowed_root(config: Config) -> Path:
+    """What a load's directory must be below."""
+    return Path(config.relay.allowed_root or ".").resolve()
+
+
 async def _serve(config: Config) -> None:
     runner = relay_runner(config)
     await runner.setup()
     try:
         await web.TCPSite(runner, config.relay.host, config.relay.port).start()
         log.info("listens on http://%s:%d for run %s", config.relay.host, config.relay.port, config.trainer.run)
+        log.info("takes adapters from below %s (relay.allowed_root)", allowed_root(config))
         await asyncio.Event().wait()
     finally:
         await runner.cleanup()
@@ -137,7 +143,7 @@ class Relay:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._root = Path(config.relay.allowed_root or ".").resolve()
+        self._root = allowed_root(config)
         self._aliases: dict[str, Alias] = {}
         self._table: Table | None = None
         self._look_at = 0.0
@@ -250,7 +256,7 @@ class Relay:
         if not directory.is_relative_to(self._root):
             raise AdapterInvalid(
                 "directory is not below the relay's allowed root",
-                next_step="set relay.allowed_root to the trainer's output directory",
+                next_step="start the relay with --allowed-root, or relay.allowed_root, the trainer's output directory",
                 path=str(directory),
                 root=str(self._root),
             )

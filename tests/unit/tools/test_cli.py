@@ -111,3 +111,11 @@ def test_settings_are_shown_without_a_secret(
     assert "redis://user:***@there:6379/0" in shown
     assert "password=***&password_file=/etc/p" in shown
     assert "s3cret" not in shown
+
+
+def test_the_relay_says_what_it_does_where_nothing_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["relay", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "[default: relay.port, else 8070]" in told
+    assert "[default: relay.router_url, else http://127.0.0.1:8080]" in told
+    assert "name the trainer's output_dir. [default: relay.allowed_root, else the working directory]" in told

@@ -9,12 +9,20 @@ from pathlib import Path
 
 import click
 
+from adaptersync_core.config import Config
 from adaptersync_core.notify import Notifier
 from adaptersync_core.telemetry import configure_logging
 from adaptersync_tools.cli.common import config_option, settings
 from adaptersync_tools.instance import LAST, ReplicaSlot
 
 number_option = partial(click.option, type=click.IntRange(0, LAST))
+
+
+def _default(name: str, otherwise: str = "") -> str:
+    """What an option is where it is not given: the setting, which is this where nobody sets it."""
+    section, _, key = name.partition(".")
+    value = otherwise or getattr(getattr(Config(), section), key)
+    return f"[default: {name}{f', else {value}' if value else ''}]"
 
 
 @click.command()
@@ -112,10 +120,14 @@ def router(
 
 @click.command()
 @config_option
-@click.option("--run", help="The run whose adapters TRL loads.")
-@click.option("--router-url", help="The router that rollouts go to.")
-@click.option("--port", type=int, help="Port to listen on.")
-@click.option("--allowed-root", help="Adapters are taken only from below this directory.")
+@click.option("--run", help=f"The run whose adapters TRL loads.  {_default('trainer.run')}")
+@click.option("--router-url", help=f"The router that rollouts go to.  {_default('relay.router_url')}")
+@click.option("--port", type=int, help=f"Port to listen on.  {_default('relay.port')}")
+@click.option(
+    "--allowed-root",
+    help="Adapters are taken only from below this directory: name the trainer's output_dir.  "
+    + _default("relay.allowed_root", "the working directory"),
+)
 def relay(
     config_path: Path | None, run: str | None, router_url: str | None, port: int | None, allowed_root: str | None
 ) -> None:
@@ -125,7 +137,7 @@ def relay(
 
     \b
     Example:
-      adaptersync relay --run my-run --port 8070
+      adaptersync relay --run my-run --allowed-root /data/my-run
       # and in the trainer: vllm_server_base_url="http://127.0.0.1:8070"
     """
     from adaptersync.trainer.relay import run_relay

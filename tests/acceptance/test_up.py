@@ -98,6 +98,10 @@ def test_a_fleet_from_start_to_stop(fleet: Fleet, tmp_path: Path) -> None:
         what="the agents to follow their engines' caches",
     )
 
+    looked = fleet.adaptersync("doctor", "--json")
+    assert looked.returncode == 0, looked.stdout
+    assert not [each for each in orjson.loads(looked.stdout)["findings"] if each["about"] in ("engine", "token")]
+
     page = re.search(r"page +(http://\S+)", fleet.log.read_text())
     assert page is not None
     with urllib.request.urlopen(f"{page[1]}/api/fleet", timeout=20) as answer:  # noqa: S310 (our own loopback)

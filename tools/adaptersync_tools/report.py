@@ -14,6 +14,7 @@ from adaptersync_tools.output import table
 from adaptersync_tools.summary import CHANCE_ERRORS, CONTROL, Summary, held_out_gain
 
 NARROW = 20  # columns of a plot, at least
+NEXT = "source .venv/bin/activate && adaptersync up --simulated  (a fleet that stays; README.md, Use it)"
 FEW = 6  # entries of a long list that are shown
 
 
@@ -36,6 +37,7 @@ def show(found: Summary, directory: Path, console: Console, curves: Sequence[Cur
     if (directory / "curve.png").exists():
         console.print(Text.assemble(("curve    ", "dim"), str(directory / "curve.png")))
     console.print(Text.assemble(("logs     ", "dim"), str(directory / "fleet" / "logs")))
+    console.print(Text.assemble(("next     ", "dim"), NEXT), soft_wrap=True)
 
 
 def _title(found: Summary) -> str:

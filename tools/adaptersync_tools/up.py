@@ -229,6 +229,8 @@ class Stack:
             "relay.router_url": f"http://{HOST}:{router}",
             "trainer.router_url": f"http://{HOST}:{router}",
             "coordinator.min_ready": 1,
+            # one replica stands for all to whoever looks at this host: doctor
+            **next(map(self._agent_settings, self.engine_urls), {}),
             **({} if installed() else {"jobs.ledger_s": 0.0}),  # a worker would refuse
             **(self._secure() if self.settings.secured else {}),
             **self.settings.overrides,
@@ -339,14 +341,18 @@ class Stack:
             self._wait("router", lambda said=said: answers(said, shown), FLEET_READY_S)  # type: ignore[misc]
 
     def _start_agent(self, name: str) -> None:
-        # agents of one host do not share a stage: each discards what its own engine does not need
-        environment = {
-            "ADAPTERSYNC_AGENT__STAGE_PATH": str(self.state_dir / "staged" / name),
-            "ADAPTERSYNC_AGENT__TOKEN_FILE": str(self.token_file(name)),
-            **self.user("agent", name),
-        }
-        arguments = ("--name", name, "--engine-url", self.engine_urls[name])
+        settings = self._agent_settings(name)
+        environment = {variable(key): value for key, value in settings.items()} | self.user("agent", name)
+        arguments = ("--name", name, "--engine-url", settings["agent.engine_url"])
         self._launch(agent_of(name), self._agent_program(), *arguments, environment=environment)
+
+    def _agent_settings(self, name: str) -> dict[str, str]:
+        """Agents of one host do not share a stage: each discards what its own engine does not need."""
+        return {
+            "agent.engine_url": self.engine_urls[name],
+            "agent.stage_path": str(self.state_dir / "staged" / name),
+            "agent.token_file": str(self.token_file(name)),
+        }
 
     def _start_router(self, number: int) -> str:
         options = ("--name", f"router-{number}", "--port", str(self._router_ports[number])) if number else ()

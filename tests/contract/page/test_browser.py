@@ -43,6 +43,19 @@ CONTRASTS = """(() => {
     }));
     return { ground: rgb(getComputedStyle(document.body).backgroundColor)[0], contrasts };
 })()"""
+# how many rows of the canvas' left edge have something on them, once the axis goes up to a value
+CUT_OFF = """(async () => {
+    const { chart } = await import('DRAW');
+    const section = document.body.appendChild(document.createElement('section'));
+    const plot = chart(section, [{ label: 'one', colour: '--c1' }]);
+    plot.setData([[1, 2, 3], [0, HIGH, HIGH]]);
+    await new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)));
+    const canvas = plot.ctx.canvas, of = (x) => plot.ctx.getImageData(x, 0, 1, canvas.height).data;
+    const painted = (x) => of(x).filter((value, place) => place % 4 == 3 && value).length;
+    const drawn = [...Array(60).keys()].some(painted);
+    section.remove();
+    return drawn ? painted(0) : -1;
+})()"""
 SHOWN = "document.querySelectorAll('#matrix tbody tr').length == 2"
 
 
@@ -124,6 +137,15 @@ async def test_it_fits_and_can_be_read_in_light_and_dark_at_a_desk_and_on_a_phon
         assert await tab.evaluate(GROUND) != before
         await tab.open(served.url, dark=True)
         await tab.until(SHOWN)
+
+
+async def test_figures_beside_a_chart_are_whole(served: Served, tab: Tab) -> None:
+    await populate(served)
+    await tab.open(served.url)
+    await tab.until(SHOWN)
+    draw = await tab.evaluate("[...performance.getEntries()].find((one) => one.name.endsWith('/draw.js')).name")
+    for high in (9.0, 12_000.0, 900_000.0, 900_000_000.0):
+        assert await tab.evaluate(CUT_OFF.replace("DRAW", draw).replace("HIGH", str(high))) == 0, high
 
 
 async def test_a_server_that_is_away_is_said_and_what_was_seen_stays(

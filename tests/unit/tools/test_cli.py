@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
+import click
 import orjson
 import pytest
 
+from adaptersync_core.address import where
+from adaptersync_core.config import RedisSection
+from adaptersync_core.errors import ControlUnavailable
 from adaptersync_tools.cli import adaptersync, main
+from adaptersync_tools.cli.common import run_command
 from adaptersync_tools.servers import HOST
 from adaptersync_tools.up import free_ports
 
@@ -119,3 +125,36 @@ def test_the_relay_says_what_it_does_where_nothing_is_given(capsys: pytest.Captu
     assert "[default: relay.port, else 8070]" in told
     assert "[default: relay.router_url, else http://127.0.0.1:8080]" in told
     assert "name the trainer's output_dir. [default: relay.allowed_root, else the working directory]" in told
+
+
+BUILT_IN = where(RedisSection().control_url)
+
+
+@pytest.mark.parametrize(
+    ("server", "named", "hint"),
+    [(BUILT_IN, "", True), (BUILT_IN, "fleet.toml", False), ("redis://there:1/0", "", False)],
+)
+def test_a_server_that_nobody_named_is_said_to_be_built_in(
+    server: str, named: str, hint: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ADAPTERSYNC_CONFIG", named)
+
+    @click.command()
+    def away() -> None:
+        raise ControlUnavailable("Redis cannot be reached", next_step="check the server", redis=server)
+
+    assert run_command(away, [], "adaptersync") == 69
+    assert ("ADAPTERSYNC_CONFIG is not set, and this is the built-in address" in error_line(capsys)) == hint
+
+
+@pytest.mark.usefixtures("no_server")
+def test_doctor_says_that_it_looked_by_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = tmp_path / "fleet.toml"
+    named.touch()
+    found = []
+    for options in ([], ["--config", str(named)]):
+        assert main(["doctor", "--role", "worker", "--json", *options]) == 1
+        found.append([each["what"] for each in orjson.loads(capsys.readouterr().out)["findings"]])
+    assert [what for what in found[0] if what not in found[1]] == [
+        "no settings file is named, so this was a look at the built-in defaults and the environment"
+    ]

@@ -41,6 +41,7 @@ def test_a_run_ends_with_its_curve_and_both_accuracies(tmp_path: Path) -> None:
     assert "base 30% greedy, 41% ± 2% sampled → quickstart 30% greedy, 88% ± 1% sampled" in text
     assert "control" not in text
     assert "curve.png" not in text
+    assert "&& adaptersync up --simulated" in text
     (tmp_path / "curve.png").touch()
     assert "curve.png" in shown(tmp_path)
 

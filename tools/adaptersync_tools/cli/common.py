@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import click
 
 from adaptersync_core.address import where
-from adaptersync_core.config import Config, load_config
+from adaptersync_core.config import CONFIG, Config, RedisSection, load_config
 from adaptersync_core.errors import AdapterSyncError, ControlUnavailable, StoreError
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import RedisClient
@@ -79,6 +79,19 @@ def settings(config_path: Path | None, **overrides: Any) -> Config:
     return load_config(config_path, overrides={name.replace("__", ".", 1): value for name, value in overrides.items()})
 
 
+def settings_named(config_path: Path | None = None) -> bool:
+    """Whether somebody has said which fleet this is about."""
+    return config_path is not None or bool(os.environ.get(CONFIG))
+
+
+def _unnamed(error: AdapterSyncError) -> str:
+    """What to do besides where a server is away that perhaps is not the fleet's: in a new terminal nothing names it."""
+    built_in = error.ids.get("redis") == where(RedisSection().control_url)
+    if not isinstance(error, ControlUnavailable) or not built_in or settings_named():
+        return ""
+    return f"; {CONFIG} is not set, and this is the built-in address: name the fleet's settings by it, or by --config"
+
+
 def run_command(command: click.Command, arguments: list[str] | None, name: str) -> int:
     """Run `command`, with every failure as one line on standard error; returns the exit status."""
     if logging.lastResort is not None:  # by which warnings are told where nobody has set logging up
@@ -88,7 +101,7 @@ def run_command(command: click.Command, arguments: list[str] | None, name: str) 
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except AdapterSyncError as error:
-        return _fail(name, str(error), error.exit_code)
+        return _fail(name, f"{error}{_unnamed(error)}", error.exit_code)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         hint = f"; see {context.command_path} --help" if context else ""

@@ -9,7 +9,8 @@ from typing import cast
 import click
 from rich.text import Text
 
-from adaptersync_tools.cli.common import config_option, json_option, settings
+from adaptersync_core.config import CONFIG
+from adaptersync_tools.cli.common import config_option, json_option, settings, settings_named
 from adaptersync_tools.engines import LINEAR
 from adaptersync_tools.output import console, print_json, table
 
@@ -39,6 +40,9 @@ def doctor(config_path: Path | None, roles: tuple[str, ...], as_json: bool) -> i
 
     chosen = frozenset(cast("tuple[Role, ...]", roles) or ROLES)
     verdict = asyncio.run(examine(settings(config_path), chosen))
+    if not verdict.well and not settings_named(config_path):
+        what = "no settings file is named, so this was a look at the built-in defaults and the environment"
+        verdict.check("settings", False, what, f"name it by --config or {CONFIG}", level="warning")
     if as_json:
         print_json({"well": verdict.well, "looked": len(verdict.looked), "findings": verdict.findings})
         return 0 if verdict.well else 1

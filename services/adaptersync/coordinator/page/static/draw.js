@@ -51,6 +51,7 @@ export function fill(table, columns, rows, empty) {
   table.tBodies[0].replaceChildren(...body);
 }
 
+// The axis has room for what `figure` says at its longest, "999.9 M", in every font; one width keeps charts in line.
 export function chart(section, series, scales = {}) {
   const width = () => Math.max(200, section.clientWidth - 28);
   const axis = (more) => ({ stroke: () => colour("--quiet"), grid: { stroke: () => colour("--line"), width: 1 },
@@ -61,7 +62,7 @@ export function chart(section, series, scales = {}) {
     cursor: { sync: { key: "fleet" }, drag: { x: false, y: false } },
     axes: [
       axis({ space: 70, values: (_plot, splits) => splits.map((at) => clock(at)) }),
-      axis({ size: 48, values: (_plot, splits) => splits.map((value) => figure(value)) }),
+      axis({ size: 66, values: (_plot, splits) => splits.map((value) => figure(value)) }),
       ...(second ? [axis({ scale: second, side: 1, size: 44, grid: { show: false }, values: (_plot, splits) => splits.map((value) => figure(value)) })] : []),
     ],
     series: [{ label: "time", value: (_plot, at) => (at === null ? "–" : clock(at)) },

@@ -137,7 +137,7 @@ def _silent(draft: Draft, config: Config, name: str, member: Member, age_s: floa
             kept = f"silent: {said}; kept, since no fewer than {config.coordinator.min_ready} are to be ready"
             draft.members[name] = replace(member, reason=kept, silent=True)
     elif member.state != "ejected" or age_s is None:
-        draft.gone(name, said)
+        draft.gone(name, f"it drained: {said}" if member.state == "draining" else said)
     elif not member.silent:  # ejected for something else, when it still answered
         draft.members[name] = replace(member, reason=f"{member.reason}; silent since: {said}", silent=True)
 

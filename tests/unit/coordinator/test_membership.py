@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from adaptersync_core.events import ReplicaState
 from support.stories import V, after, fate, members, ready, states
 from support.world import coordinate, name_of, new_world
 
@@ -285,6 +286,15 @@ def test_a_draining_replica_is_out_and_need_not_answer() -> None:
     assert states(world) == {V[1]: "current"}
     world = after(world, "undrain r1", "report", "settle")
     assert members(world) == {"r1": "ready", "r2": "ready"}
+
+
+def test_who_leaves_after_it_drained_is_not_told_of_as_one_that_failed() -> None:
+    drained = after(ready(replicas=2), "drain r1", "report", "settle", "silence r1", "later 6", "coordinate")
+    assert members(drained) == {"r2": "ready"}
+    last = drained.events[-1]
+    assert isinstance(last, ReplicaState)
+    assert (last.replica, last.state) == ("r1", "gone")
+    assert last.reason.startswith("it drained: no heartbeat for 6")
 
 
 def test_the_last_one_may_drain_and_then_nothing_is_promoted() -> None:

@@ -43,18 +43,17 @@ CONTRASTS = """(() => {
     }));
     return { ground: rgb(getComputedStyle(document.body).backgroundColor)[0], contrasts };
 })()"""
-# how many rows of the canvas' left edge have something on them, once the axis goes up to a value
+# on how many rows the axis touches the canvas' left edge, when it goes up to HIGH
 CUT_OFF = """(async () => {
     const { chart } = await import('DRAW');
     const section = document.body.appendChild(document.createElement('section'));
     const plot = chart(section, [{ label: 'one', colour: '--c1' }]);
     plot.setData([[1, 2, 3], [0, HIGH, HIGH]]);
     await new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)));
-    const canvas = plot.ctx.canvas, of = (x) => plot.ctx.getImageData(x, 0, 1, canvas.height).data;
-    const painted = (x) => of(x).filter((value, place) => place % 4 == 3 && value).length;
-    const drawn = [...Array(60).keys()].some(painted);
+    const width = 60, pixels = plot.ctx.getImageData(0, 0, width, plot.ctx.canvas.height).data;
+    const painted = [...pixels.keys()].filter((place) => place % 4 == 3 && pixels[place]);
     section.remove();
-    return drawn ? painted(0) : -1;
+    return painted.length ? painted.filter((place) => place % (4 * width) == 3).length : -1;
 })()"""
 SHOWN = "document.querySelectorAll('#matrix tbody tr').length == 2"
 

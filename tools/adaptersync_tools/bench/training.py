@@ -46,13 +46,13 @@ class Settings(Struct, frozen=True, kw_only=True):
     """`repeats` runs of each way, with seeds from `seed` on; the fleet has `replicas`, TRL one vLLM. As many
     `prompts` a step that it takes longer than a promotion by engines that share the trainer's cores."""
 
-    steps: int = 60
+    steps: int = 40
     repeats: int = 2
     replicas: int = 2
     seed: int = 0
     max_staleness: int = 2
     sync_steps: int = 1
-    prompts: int = 32
+    prompts: int = 64
 
 
 class Ran(Struct, frozen=True, kw_only=True):

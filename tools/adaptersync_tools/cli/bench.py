@@ -226,14 +226,14 @@ def engine(
 
 @bench.command()
 @json_option
-@click.option("--steps", type=click.IntRange(1, 10_000), default=60, show_default=True, help="Of each training.")
+@click.option("--steps", type=click.IntRange(1, 10_000), default=40, show_default=True, help="Of each training.")
 @click.option("--repeats", type=click.IntRange(1, 100), default=2, show_default=True, help="Trainings by each way.")
 @click.option("--replicas", type=click.IntRange(1, 16), default=2, show_default=True, help="vLLM servers of ours.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the first; then one more each.")
 @click.option("--max-staleness", type=click.IntRange(0, 16), default=2, show_default=True, help="As TRL's setting.")
 @click.option("--sync-steps", type=click.IntRange(1, 100), default=1, show_default=True, help="From sync to sync.")
 @click.option(
-    "--prompts", type=click.IntRange(1, 1024), default=32, show_default=True, help="Of a step, 8 answers each."
+    "--prompts", type=click.IntRange(1, 1024), default=64, show_default=True, help="Of a step, 8 answers each."
 )
 @click.option(
     "--models",

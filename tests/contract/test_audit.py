@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -23,7 +22,6 @@ from adaptersync_core.events import (
 )
 from adaptersync_core.fates import Fates
 from adaptersync_core.identity import adapter_id
-from adaptersync_core.redis import RedisClient
 from adaptersync_core.rollouts import OPEN, UNKNOWN, Row
 from adaptersync_tools.audit import rollouts as reading
 from adaptersync_tools.audit.verify import Audit
@@ -44,13 +42,6 @@ def store(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(redis_url: str, store: Path) -> Config:
     return config_of(redis_url, store)
-
-
-@pytest.fixture
-async def writer(redis_url: str) -> AsyncIterator[Writer]:
-    client = RedisClient(redis_url, name="test")
-    yield Writer(client)
-    await client.close()
 
 
 async def test_an_honest_ledger_has_no_contradiction(

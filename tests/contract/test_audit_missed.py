@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from adaptersync.jobs.ledger import drain
 from adaptersync_core.config import Config
 from adaptersync_core.fates import Fates, write_fates
-from adaptersync_core.redis import RedisClient
 from adaptersync_core.rollouts import Row
 from adaptersync_tools.audit import verify
 from adaptersync_tools.audit.verify import Audit
@@ -24,13 +22,6 @@ FATE = Fates(run=RUN, epoch=1, fate="trained", requests=("aa-9",))
 def config(redis_url: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
     keep(tmp_path / "store", tmp_path_factory.mktemp("scratch"))
     return config_of(redis_url, tmp_path / "store")
-
-
-@pytest.fixture
-async def writer(redis_url: str) -> AsyncIterator[Writer]:
-    client = RedisClient(redis_url, name="test")
-    yield Writer(client)
-    await client.close()
 
 
 def refused(request_id: str) -> Row:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,7 +22,6 @@ from adaptersync_core.archive import Archive
 from adaptersync_core.chain import Head
 from adaptersync_core.config import Config
 from adaptersync_core.fates import Fates
-from adaptersync_core.redis import RedisClient
 from adaptersync_tools.audit import chain as read
 from support.audited import run, told
 from support.ledger import GROUP, RUN, Writer, config_of, keep, promoted, row
@@ -32,13 +31,6 @@ from support.ledger import GROUP, RUN, Writer, config_of, keep, promoted, row
 def config(redis_url: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
     keep(tmp_path / "store", tmp_path_factory.mktemp("scratch"))
     return config_of(redis_url, tmp_path / "store")
-
-
-@pytest.fixture
-async def writer(redis_url: str) -> AsyncIterator[Writer]:
-    client = RedisClient(redis_url, name="test")
-    yield Writer(client)
-    await client.close()
 
 
 @pytest.fixture

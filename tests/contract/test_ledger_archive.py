@@ -6,7 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import cast
 
@@ -20,9 +19,8 @@ from adaptersync_core.archived import TABLES, ArchiveTable
 from adaptersync_core.config import Config
 from adaptersync_core.errors import ConfigError, StoreError, StoreGone
 from adaptersync_core.fates import Fates
-from adaptersync_core.redis import RedisClient
 from adaptersync_core.rollouts import OPEN
-from support.ledger import GROUP, RUN, VERSION, Writer, acked, archived, config_of, promoted, row
+from support.ledger import GROUP, RUN, VERSION, Writer, acked, archived, config_of, ids, promoted, row
 from support.redis_servers import KINDS
 
 
@@ -34,24 +32,6 @@ def store(tmp_path: Path) -> Path:
 @pytest.fixture
 def config(redis_url: str, store: Path) -> Config:
     return config_of(redis_url, store)
-
-
-@pytest.fixture
-async def writer(redis_url: str) -> AsyncIterator[Writer]:
-    client = RedisClient(redis_url, name="test")
-    yield Writer(client)
-    await client.close()
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of a few entries."""
-    monkeypatch.setattr(ledger, "PAGE", 3)
-    monkeypatch.setattr(ledger, "BATCH", 6)
-
-
-def ids(store: Path) -> list[str]:
-    return [line["request_id"] for line in archived(store)]
 
 
 async def test_every_entry_is_archived_once_as_it_was(config: Config, store: Path, writer: Writer, small: None) -> None:

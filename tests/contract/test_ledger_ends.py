@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from adaptersync_core.archive import Archive
 from adaptersync_core.archived import Record
 from adaptersync_core.chain import Head
 from adaptersync_core.config import Config
-from adaptersync_core.redis import RedisClient
-from support.ledger import GROUP, Writer, archived, config_of, promoted, row
+from support.ledger import GROUP, Writer, archived, config_of, ids, promoted, row
 from support.wait import wait_until
 
 
@@ -29,24 +28,6 @@ def store(tmp_path: Path) -> Path:
 @pytest.fixture
 def config(redis_url: str, store: Path) -> Config:
     return config_of(redis_url, store)
-
-
-@pytest.fixture
-async def writer(redis_url: str) -> AsyncIterator[Writer]:
-    client = RedisClient(redis_url, name="test")
-    yield Writer(client)
-    await client.close()
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of a few entries."""
-    monkeypatch.setattr(ledger, "PAGE", 3)
-    monkeypatch.setattr(ledger, "BATCH", 6)
-
-
-def ids(store: Path) -> list[str]:
-    return [line["request_id"] for line in archived(store)]
 
 
 class Killed(BaseException):

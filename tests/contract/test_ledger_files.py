@@ -18,16 +18,12 @@ from adaptersync_core.archived import TABLES, Record
 from adaptersync_core.chain import Head
 from adaptersync_core.errors import StoreError
 from adaptersync_core.rollouts import FIELD
-from support.ledger import GROUP, archived, row
+from support.ledger import GROUP, ids, row
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
-
-
-def ids(store: Path) -> list[str]:
-    return [line["request_id"] for line in archived(store)]
 
 
 class Killed(BaseException):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -16,9 +16,8 @@ from adaptersync_core.archive import Archive
 from adaptersync_core.config import Config
 from adaptersync_core.errors import StoreError
 from adaptersync_core.fates import Fates
-from adaptersync_core.redis import RedisClient
 from adaptersync_core.rollouts import FIELD
-from support.ledger import GROUP, RUN, Writer, archived, config_of, promoted, row
+from support.ledger import GROUP, RUN, Writer, archived, config_of, ids, promoted, row
 
 LAST = f"{2**64 - 1}-{2**64 - 1}"  # that there can be
 BEYOND = "999999999999999-0"  # the year 33658
@@ -33,17 +32,6 @@ def store(tmp_path: Path) -> Path:
 @pytest.fixture
 def config(redis_url: str, store: Path) -> Config:
     return config_of(redis_url, store)
-
-
-@pytest.fixture
-async def writer(redis_url: str) -> AsyncIterator[Writer]:
-    client = RedisClient(redis_url, name="test")
-    yield Writer(client)
-    await client.close()
-
-
-def ids(store: Path) -> list[str]:
-    return [line["request_id"] for line in archived(store)]
 
 
 @pytest.mark.parametrize("entry", [BEYOND, FUTURE, LAST])

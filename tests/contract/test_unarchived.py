@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from adaptersync.coordinator.observer import look
 from adaptersync.jobs.ledger import drain
 from adaptersync_core.config import Config
 from adaptersync_core.metrics import Metrics
-from adaptersync_core.redis import RedisClient
 from adaptersync_core.registry import Registry
 from adaptersync_core.unarchived import DRAIN_LATE_S, unarchived_s
 from support.ledger import Writer, config_of, row
@@ -24,13 +22,6 @@ from support.wait import wait_until
 @pytest.fixture
 def config(redis_url: str, tmp_path: Path) -> Config:
     return config_of(redis_url, tmp_path / "store")
-
-
-@pytest.fixture
-async def writer(redis_url: str) -> AsyncIterator[Writer]:
-    client = RedisClient(redis_url, name="test")
-    yield Writer(client)
-    await client.close()
 
 
 async def said(writer: Writer, config: Config) -> list[str]:

@@ -97,3 +97,8 @@ def archived(store: Path, table: str = "rollouts") -> list[dict[str, Any]]:
     assert there == set(files), there ^ set(files)
     rows = [line for file in files.values() for line in archive.checked(file).to_pylist()]
     return sorted(rows, key=lambda line: tuple(map(int, line["entry"].split("-"))))
+
+
+def ids(store: Path) -> list[str]:
+    """Of all archived rollouts, in the order of the archive."""
+    return [line["request_id"] for line in archived(store)]

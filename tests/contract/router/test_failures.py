@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from adaptersync.router import exchange
-from support.raw_server import Talk, answering, raw_server
+from support.raw_server import Script, Talk, answering, raw_server
 from support.router_fleet import V1, V2, V3, Fleet, Servers
 from support.wait import wait_until
 
@@ -132,17 +132,22 @@ async def test_what_is_wrong_with_a_request_is_passed_on_at_any_length(
             assert {each["circuit"] for each in health["replicas"].values()} == {"closed"}
 
 
+def half_said(status: int) -> Script:
+    """A replica whose error stops in the middle."""
+
+    async def script(talk: Talk) -> None:
+        await talk.request()
+        await talk.say(b"HTTP/1.1 %d Oh\r\ncontent-length: 900\r\n\r\nhalf of" % status)
+        await talk.reader.read()
+
+    return script
+
+
 async def test_an_error_that_stops_in_the_middle_is_not_waited_for(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange, "SAID_S", 0.2)
-
-    async def script(talk: Talk) -> None:
-        await talk.request()
-        await talk.say(b"HTTP/1.1 404 Oh\r\ncontent-length: 900\r\n\r\nhalf of")
-        await talk.reader.read()
-
-    async with raw_server(script) as raw:
+    async with raw_server(half_said(404)) as raw:
         await fleet.tables.write({V1: "current"}, fleet.urls | {"replica-0": raw.url})
         async with fleet.router():
             asking = asyncio.gather(*(fleet.complete(V1, [number] * 64) for number in range(8)))
@@ -153,13 +158,7 @@ async def test_an_error_that_stops_in_the_middle_is_not_waited_for(
 
 async def test_nor_are_the_words_of_the_last_that_fails(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "SAID_S", 0.2)
-
-    async def script(talk: Talk) -> None:
-        await talk.request()
-        await talk.say(b"HTTP/1.1 500 Oh\r\ncontent-length: 900\r\n\r\nhalf of")
-        await talk.reader.read()
-
-    async with raw_server(script) as raw:
+    async with raw_server(half_said(500)) as raw:
         await fleet.tables.write({V1: "current"}, {"replica-0": raw.url})
         async with fleet.router():
             answer = await asyncio.wait_for(fleet.complete(V1), 10)

@@ -17,6 +17,7 @@ from adaptersync_core import keys
 from adaptersync_tools.servers import RedisServer, Role, ServerError, embedded_binary
 
 KINDS = ("redis7", "valkey9")
+GONE = "none"  # what TYPE says of a key that expired since SCAN listed it
 
 
 def server_binary(kind: str) -> str:
@@ -34,6 +35,8 @@ def server_binary(kind: str) -> str:
 
 def objection(key: str, kind: str, ttl_s: int, role: Role) -> str | None:
     """Why a key with this type and time to live may not be on a server of this role; -1 is no time to live."""
+    if kind == GONE:
+        return None
     for spec in keys.SPECS:
         pattern = re.sub(r"\\{\w+\\}", "[^:]+", re.escape(spec.pattern))
         if re.fullmatch(rf"{keys.PREFIX}:\{{[^}}]+\}}:{pattern}", key):

@@ -158,6 +158,7 @@ def test_objections() -> None:
     assert objection(keys.inflight, "hash", 60, Role.CACHE) is None
     assert objection(keys.inflight, "hash", -1, Role.CONTROL) == "belongs on the cache server"
     assert objection(keys.table, "hash", -1, Role.CONTROL) == "is a hash, listed as string"
+    assert objection(keys.table, "none", -2, Role.CONTROL) is None  # it expired while the keys were looked through
     assert objection(keys.events + "x", "stream", -1, Role.CONTROL) == "is no key of adaptersync_core.keys"
 
 

@@ -160,14 +160,14 @@ def test_markers_of_another_user_stay_and_keep_nobody_from_his_own(
     own, other, new = (stored(store, tmp_path, seq=seq, marked=True) for seq in (1, 2, 3))
     for name in (*markers.names(own), *markers.names(other)):
         os.utime(store.root / name, (time.time() - markers.KEPT_S - 10,) * 2)
-    kept, unlink = markers.names(other), Path.unlink
+    kept, unlink = markers.names(other), os.unlink
 
-    def sticky(path: Path, missing_ok: bool = False) -> None:
-        if path.name in kept:
-            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
-        unlink(path, missing_ok=missing_ok)
+    def sticky(path: str) -> None:
+        if Path(path).name in kept:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+        unlink(path)
 
-    monkeypatch.setattr(Path, "unlink", sticky)
+    monkeypatch.setattr(os, "unlink", sticky)
     markers.tidy(store.root)
     left = {path.name for path in store.root.iterdir()}
     assert left == {"run", *kept, *markers.names(new)}

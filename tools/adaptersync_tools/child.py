@@ -1,16 +1,18 @@
-"""`python -m adaptersync_tools.child [--grace SECONDS] -- COMMAND ...`: run a command whose whole family ends with us.
+"""`python -m adaptersync_tools.child GRACE_S NICE COMMAND ...`: run a command whose whole family ends with us.
 
 A keeper stands between a supervisor and one command. Its standard input is a pipe that only the supervisor holds open:
 when the supervisor is gone, however it went, the pipe ends and the keeper stops the command. On that, and on SIGTERM or
 SIGINT, the command gets SIGTERM and, after the grace, SIGKILL. The keeper is also the reaper of everything the command
 started (vLLM's engine processes, a work horse in a group of its own): none of them outlives it. The keeper's exit
-status is the command's. Imports nothing but the standard library, since there is one keeper a process.
+status is the command's. It makes the family give way to other processes by `NICE`, as nice(1) counts. Imports nothing
+but the standard library, since there is one keeper a process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -19,8 +21,9 @@ import sys
 import time
 from pathlib import Path
 
-GRACE_S = 10.0  # from SIGTERM to SIGKILL
 REAP_S = 5.0  # how long killed orphans may take to be gone
+ATTEMPTS = 200  # more than engines of one machine
+PAUSE_S = 0.11
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -28,13 +31,34 @@ _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(arguments: list[str]) -> int:
-    grace_s = GRACE_S
-    if arguments[:1] == ["--grace"]:
-        grace_s, arguments = float(arguments[1]), arguments[2:]
-    if arguments[:1] != ["--"] or len(arguments) < 2:
-        print("usage: python -m adaptersync_tools.child [--grace SECONDS] -- COMMAND ...", file=sys.stderr)
+    if len(arguments) < 3:
+        print("usage: python -m adaptersync_tools.child GRACE_S NICE COMMAND ...", file=sys.stderr)
         return 64
-    return keep(arguments[1:], grace_s=grace_s)
+    grace_s, nice, *command = arguments
+    if int(nice):
+        give_way(int(nice))
+    return keep(command, grace_s=float(grace_s))
+
+
+def give_way(nice: int) -> None:
+    """Let other processes go first, those of other sessions included.
+
+    Linux shares its cores between sessions first (`autogroup` in sched(7)), and what a process says of itself counts
+    within its own alone. Of the session we are the first, so what it says is ours to say.
+    """
+    os.nice(nice)
+    group = Path("/proc/self/autogroup")
+    if not group.exists() or not group.read_text():  # the kernel shares between processes
+        return
+    for attempt in range(ATTEMPTS):
+        try:
+            group.write_text(str(nice))
+        except OSError as error:
+            if error.errno != errno.EAGAIN or attempt == ATTEMPTS - 1:
+                raise
+            time.sleep(PAUSE_S)  # ten times a second somebody who is not root may do this, on the whole machine
+        else:
+            return
 
 
 def keep(command: list[str], *, grace_s: float) -> int:

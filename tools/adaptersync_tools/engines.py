@@ -24,6 +24,7 @@ CPU_BLOCK = 32  # tokens; what vLLM's CPU attention takes
 CPU_KV_BYTES = 256 << 20  # without a number vLLM wants almost all memory of the host, and fails if it is not free
 GPU_MEMORY_SHARE = 0.9
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CPU_NICE = 5  # it computes all the time, while a router or Redis on its cores wants a moment, and its caller an answer
 ENGINE_TIER = 1
 
 
@@ -47,8 +48,6 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     grace_s: float = 8.0
     host: str = HOST
     """Where it listens."""
-    nice: int = 0
-    """How far it gives way to others on its cores, as nice(1) counts: a trainer that shares them goes first."""
     arguments: tuple[str, ...] = ()
     """More of the engine's own; the last of a kind counts."""
 
@@ -126,13 +125,13 @@ def _vllm(settings: EngineSettings, added: list[str], *, number: int, replicas: 
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         arguments += ["--dtype", settings.dtype, "--block-size", str(CPU_BLOCK)]
         arguments += ["--kv-cache-memory-bytes", str(CPU_KV_BYTES)]
-    niceness = ("nice", "-n", str(settings.nice)) if settings.nice else ()
     return Spec(
         name=f"engine-{number}",
-        command=(*niceness, *python("vllm.entrypoints.openai.api_server", *arguments, *settings.arguments)),
+        command=python("vllm.entrypoints.openai.api_server", *arguments, *settings.arguments),
         environment=environment,
         tier=ENGINE_TIER,
         grace_s=settings.grace_s,  # its front may ignore SIGTERM for ever after an unanswered /is_paused
+        nice=0 if gpus else CPU_NICE,
     )
 
 

@@ -41,7 +41,8 @@ class StackFailed(AdapterSyncError):
 
 
 class Spec(Struct, frozen=True, kw_only=True):
-    """One service. Higher tiers stop first, one tier at a time. What has `restart=False` may end, if with status 0."""
+    """One service. Higher tiers stop first, one tier at a time. What has `restart=False` may end, if with status 0.
+    `nice` is how far it gives way to the others, as nice(1) counts."""
 
     name: str
     command: tuple[str, ...]
@@ -49,6 +50,7 @@ class Spec(Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     restart: bool = True
     grace_s: float = GRACE_S
+    nice: int = 0
 
 
 class Service:
@@ -78,7 +80,7 @@ class Service:
 
     def start(self) -> None:
         self._let_go()
-        keeper = [sys.executable, "-m", "adaptersync_tools.child", "--grace", str(self.spec.grace_s), "--"]
+        keeper = [sys.executable, "-m", "adaptersync_tools.child", str(self.spec.grace_s), str(self.spec.nice)]
         with self.log_path.open("ab") as output:
             self._process = subprocess.Popen(  # noqa: S603 (commands are made by us)
                 [*keeper, *self.spec.command],

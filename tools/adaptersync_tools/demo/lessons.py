@@ -16,7 +16,6 @@ from adaptersync_tools.demo.tokenizer import RESPONSE_TEMPLATE, build
 
 LessonName = Literal["carry", "smollm2"]
 RANK = 8  # an engine is slower with a higher one
-NICE = 5  # the trainer goes first on cores that engines share with it: as if they had their own
 
 
 class Lesson(Struct, frozen=True, kw_only=True):
@@ -64,7 +63,7 @@ CARRY = Lesson(
     learning_rate=1e-3,
     problems=500,
     step_s=120.0,
-    engine={"max_lora_rank": RANK, "max_num_seqs": 128, "max_model_len": 128, "nice": NICE},
+    engine={"max_lora_rank": RANK, "max_num_seqs": 128, "max_model_len": 128},
 )
 SMOLLM2 = Lesson(
     name="smollm2",
@@ -77,6 +76,6 @@ SMOLLM2 = Lesson(
     learning_rate=2e-4,
     problems=40,
     step_s=900.0,  # two cores take a minute
-    engine={"max_lora_rank": RANK, "max_num_seqs": 32, "max_model_len": 128, "nice": NICE},
+    engine={"max_lora_rank": RANK, "max_num_seqs": 32, "max_model_len": 128},
 )
 LESSONS: dict[LessonName, Lesson] = {lesson.name: lesson for lesson in (CARRY, SMOLLM2)}

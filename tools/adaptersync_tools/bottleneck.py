@@ -19,7 +19,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from adaptersync.coordinator.phases import TRAINER, Rollouts, Share, VersionPhases, shares
+from adaptersync.coordinator.phases import TAKEN_UP, TRAINER, Rollouts, Share, VersionPhases, shares
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import DecodeRate, Decoding, ReplicaReport
 
@@ -114,7 +114,9 @@ def evidence(
     decoding = [each.decoding for each in replicas if each.decoding.rates]
     limited = [each.batch_max for each in decoding if each.batch_max]
     pairs = [pair for pair in map(_other_size, decoding) if pair is not None]
-    longest = _longest(shares(found), sync_s=fmean(each.timings["sync_s"] for each in telling) if telling else 0.0)
+    longest = longest_of_sync(
+        shares(found), sync_s=fmean(each.timings["sync_s"] for each in telling) if telling else 0.0
+    )
     return Evidence(
         versions=len(telling),
         steps=steps[-1] - steps[0] if steps else 0,
@@ -156,12 +158,17 @@ def _together(rates: Sequence[DecodeRate]) -> Decoded | None:
     return Decoded(batch=sum(each.batch for each in rates), tokens_per_s=sum(each.tokens_per_s for each in rates))
 
 
-def _longest(phases: Sequence[Share], *, sync_s: float) -> Share | None:
-    """The longest phase of a sync on its longer side: what the trainer does itself, or what the fleet does then."""
+def longest_of_sync(phases: Sequence[Share], *, sync_s: float) -> Share | None:
+    """The longest phase on the longer side of a sync: what the trainer does itself, or what the fleet does then.
+
+    As long as the fleet is at the version before, one is not taken up: of that wait only what goes beyond one promotion
+    is a cause of its own.
+    """
     ours = [each for each in phases if each.phase in TRAINER.values() and each.phase != "step"]
     fleets = [each for each in phases if each.phase not in TRAINER.values() and each.phase != "first token"]
     side = ours if sum(each.p50_s for each in ours) * 2 >= sync_s else fleets
-    return max(side, key=lambda each: each.p50_s, default=None)
+    promotion_s = sum(each.p50_s for each in fleets if each.phase != TAKEN_UP)
+    return max(side, key=lambda each: each.p50_s - promotion_s * (each.phase == TAKEN_UP), default=None)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

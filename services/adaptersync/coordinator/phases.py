@@ -27,8 +27,9 @@ TRAINER = {
     "hashed_s": "digest",
     "stored_s": "publish",
 }
+TAKEN_UP = "taken up"  # from the announcement to the beginning of the promotion: those before it come first
 REPLICA = ("noticed", *(name.removesuffix("_s") for name in PHASES))
-PATH = (*TRAINER.values(), "taken up", *REPLICA, "committed", "gate", "first token")
+PATH = (*TRAINER.values(), TAKEN_UP, *REPLICA, "committed", "gate", "first token")
 ROLLOUT = ("hold", "route", "first token", "decode", "whole answer")
 FULL = "router is full"  # how a router begins its reason, when it has all the requests that it may have
 
@@ -107,7 +108,7 @@ def version_phases(
     published = next(fields for _, fields in events if fields.get("type") == "adapter.published")
     spans = _trainer(manifest, published)
     if staging is not None:
-        spans.append(_span("taken up", 0.0, staging - announced))
+        spans.append(_span(TAKEN_UP, 0.0, staging - announced))
     replicas = [
         _replica(
             at - announced,

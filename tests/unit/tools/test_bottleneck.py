@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from adaptersync.coordinator.phases import Rollouts
+from adaptersync.coordinator.phases import Rollouts, Share
 from adaptersync_core.records import DecodeRate, Decoding, ReplicaReport, RequestTimes
-from adaptersync_tools.bottleneck import LEAST, Decoded, Evidence, evidence, judge
+from adaptersync_tools.bottleneck import LEAST, Decoded, Evidence, evidence, judge, longest_of_sync
 from support.artifacts import manifest_of, small_adapter
 
 
@@ -165,3 +165,19 @@ def test_a_wait_logged_of_other_steps_does_not_make_training_less_than_nothing(t
     made = replace(manifest_of(small_adapter(tmp_path)), timings=timings)
     found = evidence([made], [], Rollouts([]), [])
     assert (found.trained_s, found.wait_s) == (0.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("save_s", "taken_up_s", "phase"),
+    [
+        (0.1, 0.7, "loaded"),  # the wait for the one before, which takes as long
+        (0.1, 1.6, "taken up"),  # something else keeps it
+        (0.8, 0.7, "save"),  # most of a sync of a second and a half
+    ],
+)
+def test_a_wait_for_the_version_before_is_not_what_to_look_at(save_s: float, taken_up_s: float, phase: str) -> None:
+    seconds = {"step": 9.0, "save": save_s, "taken up": taken_up_s, "loaded": 0.5, "proved": 0.3, "first token": 5.0}
+    phases = [Share(phase=name, count=9, p50_s=took, p95_s=took, share=0.1) for name, took in seconds.items()]
+    found = longest_of_sync(phases, sync_s=1.5)
+    assert found is not None
+    assert found.phase == phase

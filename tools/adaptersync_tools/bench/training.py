@@ -84,7 +84,6 @@ class Ran(Struct, frozen=True, kw_only=True):
             if "sync_s" in step  # not every step is followed by one
         ]
 
-
     def of_shares(self) -> list[float]:
         """What each of those syncs took, in saves of its own."""
         return [step["sync_s"] / step["save_s"] for step in self.steps[1:] or self.steps if "sync_s" in step]

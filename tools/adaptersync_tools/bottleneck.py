@@ -114,14 +114,13 @@ def evidence(
     decoding = [each.decoding for each in replicas if each.decoding.rates]
     limited = [each.batch_max for each in decoding if each.batch_max]
     pairs = [pair for pair in map(_other_size, decoding) if pair is not None]
-    longest = longest_of_sync(
-        shares(found), sync_s=fmean(each.timings["sync_s"] for each in telling) if telling else 0.0
-    )
+    sync_s = sum(each.timings["sync_s"] for each in telling)
+    longest = longest_of_sync(shares(found), sync_s=sync_s / max(len(telling), 1))
     return Evidence(
         versions=len(telling),
         steps=steps[-1] - steps[0] if steps else 0,
         trained_s=sum(each.timings["step_s"] for each in telling) - sum(waits),
-        sync_s=sum(each.timings["sync_s"] for each in telling),
+        sync_s=sync_s,
         wait_s=sum(waits),
         inflight=_mean(each.load.get("inflight") for each in telling),
         inflight_max=_mean(each.load.get("inflight_max") for each in telling),

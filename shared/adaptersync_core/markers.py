@@ -148,6 +148,12 @@ def _write(path: str, content: bytes) -> None:
 
 
 def _each(work: Callable[[str], None], over: list[str]) -> None:
+    """Each thread has its share: something to wait for each of thousands of names would be megabytes."""
+
+    def share(first: int) -> None:
+        for name in over[first::AT_ONCE]:
+            work(name)
+
     if over:
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            list(threads.map(work, over))
+            list(threads.map(share, range(min(len(over), AT_ONCE))))

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -171,6 +172,23 @@ def test_markers_of_another_user_stay_and_keep_nobody_from_his_own(
     markers.tidy(store.root)
     left = {path.name for path in store.root.iterdir()}
     assert left == {"run", *kept, *markers.names(new)}
+
+
+def test_thousands_of_markers_are_removed_in_little_memory(tmp_path: Path) -> None:
+    """A process that publishes for weeks keeps what it needed once: threads' memory is hardly ever given back."""
+    names = [f".visible-run-v{seq}-0123456789ab-{number:03d}" for seq in range(50) for number in range(markers.COUNT)]
+    for name in (*names, ".visible-run-v50-0123456789ab-000"):
+        (tmp_path / name).touch()
+    for name in names:
+        os.utime(tmp_path / name, (time.time() - markers.KEPT_S - 10,) * 2)
+    tracemalloc.start()
+    try:
+        markers.tidy(tmp_path)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(list(tmp_path.iterdir())) == 1
+    assert most < 2_000_000
 
 
 def test_old_markers_and_what_killed_publishers_left_are_removed(store: ArtifactStore, tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ class ReplicaAcked(Event, frozen=True, kw_only=True, tag="replica.acked"):
     proved_s: float | None = None
 
 
+TAKEN_UP = "taken up"  # a version's phase from its announcement on: those before it come first
 PHASES = ("visible_s", "staged_s", "verified_s", "loaded_s", "proved_s")  # of an ack, in their order
 
 

@@ -136,10 +136,10 @@ def _names(manifest: Manifest) -> list[str]:
 def _write(path: str, content: bytes) -> None:
     """Make a file that everybody may read.
 
-    By the system's calls and with paths as text, unlike elsewhere: `pathlib` keeps each name that it was ever given,
-    and buffers made in so many threads leave holes. That was 3 MB in 400 versions, and two thirds of the time.
+    By the system's calls and with paths as text, unlike elsewhere: `pathlib` and buffers, made for 88 names a version,
+    leave 3 MB behind in 800 versions (CPython 3.11), and take a quarter more time.
     """
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         os.fchmod(file, 0o644)
         os.write(file, content)
@@ -148,12 +148,13 @@ def _write(path: str, content: bytes) -> None:
 
 
 def _each(work: Callable[[str], None], over: list[str]) -> None:
-    """Each thread has its share: something to wait for each of thousands of names would be megabytes."""
+    """In this order, by several threads. A future for each thread, not for each of thousands of names: megabytes."""
+    left = iter(over)
 
-    def share(first: int) -> None:
-        for name in over[first::AT_ONCE]:
+    def some(_: int) -> None:
+        for name in left:
             work(name)
 
     if over:
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            list(threads.map(share, range(min(len(over), AT_ONCE))))
+            list(threads.map(some, range(min(len(over), AT_ONCE))))

@@ -19,7 +19,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from adaptersync.coordinator.phases import TAKEN_UP, TRAINER, Rollouts, Share, VersionPhases, shares
+from adaptersync.coordinator.phases import TRAINER, Rollouts, Share, VersionPhases, shares
+from adaptersync_core.events import TAKEN_UP
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.records import DecodeRate, Decoding, ReplicaReport
 
@@ -167,7 +168,7 @@ def longest_of_sync(phases: Sequence[Share], *, sync_s: float) -> Share | None:
     fleets = [each for each in phases if each.phase not in TRAINER.values() and each.phase != "first token"]
     side = ours if sum(each.p50_s for each in ours) * 2 >= sync_s else fleets
     promotion_s = sum(each.p50_s for each in fleets if each.phase != TAKEN_UP)
-    return max(side, key=lambda each: each.p50_s - promotion_s * (each.phase == TAKEN_UP), default=None)
+    return max(side, key=lambda each: each.p50_s - (promotion_s if each.phase == TAKEN_UP else 0.0), default=None)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -4,8 +4,8 @@ A keeper stands between a supervisor and one command. Its standard input is a pi
 when the supervisor is gone, however it went, the pipe ends and the keeper stops the command. On that, and on SIGTERM or
 SIGINT, the command gets SIGTERM and, after the grace, SIGKILL. The keeper is also the reaper of everything the command
 started (vLLM's engine processes, a work horse in a group of its own): none of them outlives it. The keeper's exit
-status is the command's. It makes the family give way to other processes by `NICE`, as nice(1) counts. Imports nothing
-but the standard library, since there is one keeper a process.
+status is the command's. The command, and what stays in its session, gives way to other processes by `NICE`, as nice(1)
+counts. Imports nothing but the standard library, since there is one keeper a process.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 
 REAP_S = 5.0  # how long killed orphans may take to be gone
-ATTEMPTS = 200  # more than engines of one machine
-PAUSE_S = 0.11
+PAUSE_S = 0.11  # ten times a second somebody without CAP_SYS_ADMIN may say how nice a session is, on a whole machine
+ATTEMPTS = 30  # some three seconds, in which nothing else is done
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -35,28 +35,35 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m adaptersync_tools.child GRACE_S NICE COMMAND ...", file=sys.stderr)
         return 64
     grace_s, nice, *command = arguments
-    if int(nice):
-        give_way(int(nice))
+    give_way(int(nice))
     return keep(command, grace_s=float(grace_s))
 
 
 def give_way(nice: int) -> None:
-    """Let other processes go first, those of other sessions included.
+    """Let other processes go first, those of other sessions included. What is refused is said; the command runs anyway.
 
-    Linux shares its cores between sessions first (`autogroup` in sched(7)), and what a process says of itself counts
-    within its own alone. Of the session we are the first, so what it says is ours to say.
+    Linux may share its cores between sessions first (autogroup in sched(7)): then what a process says of itself counts
+    within its own alone. Where it does not, what is said of the session has no effect.
     """
-    os.nice(nice)
-    group = Path("/proc/self/autogroup")
-    if not group.exists() or not group.read_text():  # the kernel shares between processes
+    if not nice:
         return
+    try:
+        os.nice(nice)
+        group = Path("/proc/self/autogroup")
+        if os.getsid(0) == os.getpid() and group.exists():  # a session that is not ours is not ours to speak for
+            _say(group, nice)
+    except OSError as error:
+        print(f"others do not go first: {error}", file=sys.stderr, flush=True)
+
+
+def _say(group: Path, nice: int) -> None:
     for attempt in range(ATTEMPTS):
         try:
             group.write_text(str(nice))
         except OSError as error:
             if error.errno != errno.EAGAIN or attempt == ATTEMPTS - 1:
                 raise
-            time.sleep(PAUSE_S)  # ten times a second somebody who is not root may do this, on the whole machine
+            time.sleep(PAUSE_S)
         else:
             return
 

@@ -24,7 +24,7 @@ CPU_BLOCK = 32  # tokens; what vLLM's CPU attention takes
 CPU_KV_BYTES = 256 << 20  # without a number vLLM wants almost all memory of the host, and fails if it is not free
 GPU_MEMORY_SHARE = 0.9
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-CPU_NICE = 5  # it computes all the time, while a router or Redis on its cores wants a moment, and its caller an answer
+CPU_NICE = 5  # an engine computes all the time: a trainer, a router or Redis on the same cores goes first
 ENGINE_TIER = 1
 
 

@@ -42,7 +42,7 @@ class StackFailed(AdapterSyncError):
 
 class Spec(Struct, frozen=True, kw_only=True):
     """One service. Higher tiers stop first, one tier at a time. What has `restart=False` may end, if with status 0.
-    `nice` is how far it gives way to the others, as nice(1) counts."""
+    `nice` is how far it gives way to the others, as nice(1) counts: a supervisor's matter, elsewhere the unit's."""
 
     name: str
     command: tuple[str, ...]

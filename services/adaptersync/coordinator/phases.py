@@ -14,7 +14,7 @@ from statistics import median
 
 from msgspec import Struct
 
-from adaptersync_core.events import PHASES
+from adaptersync_core.events import PHASES, TAKEN_UP
 from adaptersync_core.manifest import Manifest
 from adaptersync_core.rollouts import OPEN, SERVED, Row
 
@@ -27,7 +27,6 @@ TRAINER = {
     "hashed_s": "digest",
     "stored_s": "publish",
 }
-TAKEN_UP = "taken up"  # from the announcement to the beginning of the promotion: those before it come first
 REPLICA = ("noticed", *(name.removesuffix("_s") for name in PHASES))
 PATH = (*TRAINER.values(), TAKEN_UP, *REPLICA, "committed", "gate", "first token")
 ROLLOUT = ("hold", "route", "first token", "decode", "whole answer")

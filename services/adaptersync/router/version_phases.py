@@ -19,6 +19,7 @@ from adaptersync_core.bus import follow
 from adaptersync_core.errors import ControlError
 from adaptersync_core.events import (
     PHASES,
+    TAKEN_UP,
     AdapterPublished,
     ReplicaAcked,
     VersionPromoted,
@@ -71,7 +72,7 @@ class VersionPhases:
                 way = self._way(event.version)
                 if not way.asked:
                     way.asked = at
-                    self._took("taken up", way.announced, at)
+                    self._took(TAKEN_UP, way.announced, at)
             case ReplicaAcked(accepted=True):
                 self._acked(event, at)
             case VersionReady():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -87,9 +88,7 @@ def test_the_same_training_keeps_everything() -> None:
     assert told.other_s == pytest.approx(0.2)
     assert found.told["adaptersync"].paused_s == 0.0
     assert [len(curve.values) for curve in found.curves()] == [STEPS, STEPS]
-    sync, their_sync = found.figures[0], found.figures[2]
-    assert (sync.name, sync.ratio) == ("sync, adaptersync", 1.0)
-    assert their_sync.ratio == pytest.approx(3.0)
+    assert [found.told[way].saves for way in training.WAYS] == pytest.approx([1.0, 3.0])
 
 
 def test_steps_between_two_syncs_say_nothing_of_one() -> None:
@@ -228,12 +227,29 @@ def test_answers_of_another_version_are_counted() -> None:
     assert unnumbered([*fine, row("bench", "", outcome="engine_unavailable")]) == 3
 
 
+def test_a_sync_is_judged_beside_its_own_save() -> None:
+    """Saves are long or short: by medians of all of them a sync would take twice its save, or no more than that."""
+
+    def steps(*syncs: tuple[float, float]) -> Callable[[int], tuple[dict[str, Any], ...]]:
+        def made(seed: int) -> tuple[dict[str, Any], ...]:
+            each = itertools.cycle({"save_s": save, "sync_s": sync} for save, sync in syncs)
+            return tuple(line | next(each) for line in lines(seed))
+
+        return made
+
+    kept = result(steps=steps((0.05, 0.05), (0.05, 0.1), (0.1, 0.1), (0.1, 0.1)))
+    assert "median sync of ours, each over its save" not in broken(kept)
+    missed = result(steps=steps((0.05, 0.06), (0.1, 0.1), (0.15, 0.18)))
+    assert "median sync of ours, each over its save" in broken(missed)
+
+
 def test_both_ways_are_shown_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     show_more(result())
     shown = capsys.readouterr().out
     assert "● adaptersync   ○ TRL   ◉ both" in shown
     found = {line.split("  ")[0].strip(): line.split() for line in shown.splitlines()}
     assert found["trainer blocked by its sync, ms"][-2:] == ["100", "300"]
+    assert found["each over its save, median"][-2:] == ["1.00", "3.00"]
     assert found["pauses"] == ["pauses", "0", "in", "62", "syncs", "62", "in", "62", "syncs"]
     assert found["answers of another version"][-3:] == ["0", "nobody", "looks"]
     assert found["beside its save, ms"][-2:] == ["0", "200"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from adaptersync_tools import supervisor as module
 from adaptersync_tools.supervisor import Spec, StackFailed, Supervisor
@@ -45,6 +47,14 @@ def test_a_program_that_fails_is_not_started_again(supervisor: Supervisor) -> No
     service = supervisor.start(spec("fails", "raise SystemExit(7)", restart=False))
     wait_until_sync(lambda: service.given_up, timeout_s=10)
     assert (service.returncode, service.restarts) == (7, 0)
+
+
+def test_a_service_gives_way_as_far_as_its_spec_says(supervisor: Supervisor) -> None:
+    says = spec("says", "import os; print('nice', os.nice(0))", restart=False)
+    for nice in (0, 3):
+        service = supervisor.start(replace(says, name=f"says-{nice}", nice=nice))
+        wait_until_sync(lambda service=service: service.returncode == 0, timeout_s=10)  # type: ignore[misc]
+        assert f"nice {min(os.nice(0) + nice, 19)}" in service.log_path.read_text()
 
 
 def test_waiting_is_bounded_and_says_for_what(supervisor: Supervisor) -> None:

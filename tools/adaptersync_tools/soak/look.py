@@ -25,8 +25,10 @@ CALL_S = 5.0
 PAGE = 1000
 EVENTS, LEDGER = "events", "rollouts"
 RECORDS = ("manifest:", "version:", "verified:")
-# streams keep jobs.ledger_kept_s; a version's bytes go ten minutes after it came, and its records after thirty days
+# streams keep jobs.ledger_kept_s; a version's bytes go ten minutes after it came, its records after thirty days; and
+# a finished job, with what came of it, after an hour
 APART = (EVENTS, LEDGER, "lane:", *RECORDS)
+JOBS = ("rq:job:", "rq:results:")
 _MARKER = ".visible-"
 
 
@@ -64,7 +66,7 @@ class Look:
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S))
         self._keys = Keys(stack.config.group.name)
         self._head = self._keys.table.removesuffix("table")
-        self._large = tuple(self._head + name for name in APART)
+        self._apart = (*(self._head + name for name in APART), *JOBS)
         self._store = ArtifactStore(Path(stack.config.store.path))
         self._servers = {
             "redis-control": RedisClient(stack.config.redis.control_url, name="soak"),
@@ -99,9 +101,9 @@ class Look:
         while True:
             cursor, names = await client.command("SCAN", cursor, "COUNT", PAGE)
             kinds.update(kind(name, self._head) for name in names)
-            large = [name for name in names if name.startswith(self._large)]
-            sizes = await client.pipeline([("MEMORY", "USAGE", name, "SAMPLES", 0) for name in large])
-            for name, size in zip(large, sizes, strict=True):
+            found = [name for name in names if name.startswith(self._apart)]
+            sizes = await client.pipeline([("MEMORY", "USAGE", name, "SAMPLES", 0) for name in found])
+            for name, size in zip(found, sizes, strict=True):
                 apart[kind(name, self._head)] += size or 0
             if str(cursor) == "0":
                 return Server(used=used, apart=dict(apart), keys=dict(kinds))

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from adaptersync.coordinator import views
 from adaptersync_tools.output import table
-from adaptersync_tools.soak.look import EVENTS, LEDGER, RECORDS, Sample
+from adaptersync_tools.soak.look import EVENTS, JOBS, LEDGER, RECORDS, Sample
 from adaptersync_tools.soak.processes import KEEPER
 from adaptersync_tools.soak.restarts import Restart
 from adaptersync_tools.soak.traffic import Failure
@@ -101,6 +101,8 @@ def lines(report: Report) -> Iterator[str]:
         f"{streams[EVENTS] // published} bytes a version"
     )
     yield f"records      kept for thirty days: {views.size(records)}, {records // published} bytes a version"
+    jobs = sum(streams.get(f"{kind}*", 0) for kind in JOBS)
+    yield f"jobs         finished ones keep an hour: {views.size(jobs)}, {jobs // published} bytes a version"
     yield f"disk         {', '.join(f'{name} {views.size(size)}' for name, size in sorted(report.last.disk.items()))}"
     yield f"asked        {', '.join(f'{count} {kind}' for kind, count in sorted(report.asked.items()))}"
     yield f"restarts     {', '.join(f'{each.kind} {each.number}' for each in report.restarts) or 'none'}"

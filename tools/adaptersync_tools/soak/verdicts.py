@@ -2,8 +2,8 @@
 
 Memory is judged after a warm-up third of a process's life, by how much it grows in a hundred versions. What Redis holds
 of events and ledger is left out, in servers and in their processes: those streams keep an hour, so in less they grow by
-design, and the report says by how much. So are the lane and the records of versions: their keys are counted, and last
-for ten minutes and for thirty days.
+design, and the report says by how much. So are the lane, the records of versions and finished jobs: their keys are
+counted, and last for ten minutes, thirty days and an hour.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import redis
 from msgspec.structs import replace
 
 from adaptersync.router import ledger
@@ -203,6 +204,21 @@ async def test_while_redis_is_away_rows_wait_and_survive_a_stop(own_fleet: Fleet
         assert {row["outcome"] for row in rows} == {"ok"}
         await wait_until(lambda: _spooled(fleet, 0))
     assert list(fleet.spool.glob("*.spool")) == []
+
+
+async def test_while_redis_takes_no_writes_rows_wait(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    """It answers each with an error of its own, and goes on answering."""
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    with redis.Redis.from_url(fleet.control_url) as control:
+        async with fleet.router():
+            control.config_set("min-replicas-to-write", 1)
+            try:
+                answers = [await fleet.complete(V1) for _ in range(3)]
+                await wait_until(lambda: "ledger rows wait: Redis refused: NOREPLICAS" in caplog.text)
+            finally:
+                control.config_set("min-replicas-to-write", 0)
+            rows = await fleet.rows(3)
+    assert {row["request_id"] for row in rows} == {answer.headers["x-adaptersync-request-id"] for answer in answers}
 
 
 async def test_when_the_spool_is_full_nothing_more_is_sent_on(own_fleet: Fleet, servers: Servers) -> None:

@@ -262,7 +262,7 @@ async def test_a_stream_tells_first_token_and_decoding_apart(make: Make, ask: As
         document = await ask("phases", "run")
         took = {phase["phase"]: phase["p50_s"] for each in document["rollouts"] for phase in each["phases"]}
         assert took["first token"] < 0.3
-        assert 0.25 < took["decode"] < 0.6  # thirty tokens after the first one, whose way here may take longer than theirs
+        assert 0.25 < took["decode"] < 0.6  # thirty tokens after the first, which may come late
 
 
 async def test_what_a_publication_took_is_said_as_it_becomes_known(fleet: WholeFleet) -> None:

@@ -253,7 +253,7 @@ async def test_what_nobody_of_ours_wrote_and_what_is_no_longer_kept_is_left_out(
 async def test_a_stream_tells_first_token_and_decoding_apart(make: Make, ask: Ask) -> None:
     async with make(latency=Latency(decode_tokens_per_s=100)) as fleet:
         await train(fleet, steps=1, inflight=1, samples=1, train_s=0.01)
-        await fleet.complete("run", list(range(36)), max_tokens=31, stream=True)
+        await fleet.complete("run", list(range(36)), max_tokens=36, stream=True)
 
         async def streamed() -> bool:
             return any("first_token_s" in row for row in await fleet.rows())
@@ -262,7 +262,7 @@ async def test_a_stream_tells_first_token_and_decoding_apart(make: Make, ask: As
         document = await ask("phases", "run")
         took = {phase["phase"]: phase["p50_s"] for each in document["rollouts"] for phase in each["phases"]}
         assert took["first token"] < 0.3
-        assert 0.25 < took["decode"] < 0.6  # thirty tokens after the first, which may come late
+        assert 0.3 <= took["decode"] < 0.6
 
 
 async def test_what_a_publication_took_is_said_as_it_becomes_known(fleet: WholeFleet) -> None:

@@ -17,17 +17,7 @@ from adaptersync_core import markers
 from adaptersync_core import store as store_module
 from adaptersync_core.manifest import WEIGHTS_FILE
 from adaptersync_core.store import ArtifactStore
-from support.artifacts import manifest_of, small_adapter, stored
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    return ArtifactStore(tmp_path / "store")
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return small_adapter(tmp_path / "source")
+from support.artifacts import manifest_of, stored
 
 
 def test_markers_follow_the_version_and_a_repeat_leaves_them(store: ArtifactStore, tmp_path: Path) -> None:

@@ -27,16 +27,6 @@ from support import dying
 from support.artifacts import manifest_of, small_adapter, stored
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    return ArtifactStore(tmp_path / "store")
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return small_adapter(tmp_path / "source")
-
-
 def tree(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 

@@ -51,10 +51,10 @@ def test_a_program_that_fails_is_not_started_again(supervisor: Supervisor) -> No
 
 def test_a_service_gives_way_as_far_as_its_spec_says(supervisor: Supervisor) -> None:
     says = spec("says", "import os; print('nice', os.nice(0))", restart=False)
-    for nice in (0, 3):
-        service = supervisor.start(replace(says, name=f"says-{nice}", nice=nice))
-        wait_until_sync(lambda service=service: service.returncode == 0, timeout_s=10)  # type: ignore[misc]
-        assert f"nice {min(os.nice(0) + nice, 19)}" in service.log_path.read_text()
+    services = [supervisor.start(replace(says, name=f"says-{nice}", nice=nice)) for nice in (0, 3)]
+    wait_until_sync(lambda: [service.returncode for service in services] == [0, 0], timeout_s=10)
+    for service in services:
+        assert f"nice {min(os.nice(0) + service.spec.nice, 19)}" in service.log_path.read_text()
 
 
 def test_waiting_is_bounded_and_says_for_what(supervisor: Supervisor) -> None:

@@ -94,14 +94,13 @@ def _row(life: Life, name: str) -> tuple[object, ...]:
 def lines(report: Report) -> Iterator[str]:
     streams = {EVENTS: 0, LEDGER: 0} | report.last.servers[CONTROL].apart
     asked, published = sum(report.asked.values()), max(report.last.published, 1)
-    records = sum(streams.get(f"{kind}*", 0) for kind in RECORDS)
+    records, jobs = (sum(streams.get(f"{kind}*", 0) for kind in kinds) for kinds in (RECORDS, JOBS))
     yield (
         f"streams      keep an hour: ledger {views.size(streams[LEDGER])}, "
         f"{streams[LEDGER] // max(asked, 1)} bytes a request; events {views.size(streams[EVENTS])}, "
         f"{streams[EVENTS] // published} bytes a version"
     )
     yield f"records      kept for thirty days: {views.size(records)}, {records // published} bytes a version"
-    jobs = sum(streams.get(f"{kind}*", 0) for kind in JOBS)
     yield f"jobs         finished ones keep an hour: {views.size(jobs)}, {jobs // published} bytes a version"
     yield f"disk         {', '.join(f'{name} {views.size(size)}' for name, size in sorted(report.last.disk.items()))}"
     yield f"asked        {', '.join(f'{count} {kind}' for kind, count in sorted(report.asked.items()))}"

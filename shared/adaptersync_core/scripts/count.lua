@@ -1,3 +1,4 @@
+#!lua
 -- A router renews its lease and says what it really has in flight; counts of routers without a lease are given back.
 -- All totals are made anew, so whatever was lost or counted twice is right again afterwards.
 -- KEYS: in-flight counts

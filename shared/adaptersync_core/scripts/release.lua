@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Requests of a router have ended.
 -- KEYS: in-flight counts
 -- ARGV: router, then replica and how many ended there ...

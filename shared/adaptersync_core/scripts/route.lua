@@ -1,3 +1,4 @@
+#!lua
 -- with blocks.lua
 -- Choose a replica for one request, count it in flight there, and note that its prompt will be cached there.
 -- The choice is that of adaptersync/router/policy.py, what is promised that of promises.py beside it, and how long

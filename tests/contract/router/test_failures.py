@@ -380,14 +380,17 @@ async def test_a_cache_server_that_takes_no_writes_is_said_to_be_of_no_use(
 ) -> None:
     fleet = own_fleet
     caplog.set_level("INFO", "adaptersync.router.ownership")
-    await fleet.tables.write({V1: "current"}, fleet.urls)
+    await fleet.tables.write({V1: "current", V2: "retained"}, fleet.urls)
     async with fleet.router():
         assert await _routed_by_redis(fleet)
+        await wait_until(lambda: _idle(fleet))  # no end of a request finds it out
         await fleet.cache.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
         await fleet.cache.command("CONFIG", "SET", "maxmemory", "1000")
         await wait_until(lambda: _cache_refuses(fleet), timeout_s=10.0)
         assert "adaptersync_router_cache_reachable 0.0" in (await fleet.get("/metrics")).body.decode()
-        assert (await fleet.complete(V1, LONG)).status == 200
+        for version in (V1, V2):  # one that the server knows something of, and one that it does not
+            assert (await fleet.complete(version, LONG)).status == 200
+        assert [row["routing"] for row in await fleet.rows(3)][1:] == ["local", "local"]
         await fleet.cache.command("CONFIG", "SET", "maxmemory", "0")
         await wait_until(lambda: _routed_by_redis(fleet), timeout_s=10.0)
     said = [record.message for record in caplog.records if record.name == "adaptersync.router.ownership"]

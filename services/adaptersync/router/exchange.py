@@ -89,8 +89,7 @@ class Exchange:
         call.row.engine_epoch = member.engine_epoch
         if call.recorded:
             self._record(call)
-        if self._credentials is not None:
-            sent = self._credentials.shown(replica, sent)
+        shown = sent if self._credentials is None else self._credentials.shown(replica, sent)
         sent_at = time.monotonic()
         left_s = self._settings.request_timeout_s - (sent_at - call.started)  # of all that it may take
         attempt = self._attempts.at(replica, member.engine_epoch)
@@ -102,11 +101,12 @@ class Exchange:
         try:
             with (
                 attempt,
-                await self._connections.post(member.url, request.target, sent, body, left_s, connected) as answer,
+                await self._connections.post(member.url, request.target, shown, body, left_s, connected) as answer,
             ):
                 call.row.first_byte_s = time.monotonic() - sent_at
                 call.row.status = answer.status
-                reason = fault(answer.status)
+                introduced = answer.status != 200 and shown is sent and bool(request.header(b"authorization"))
+                reason = fault(answer.status, introduced=introduced)
                 if reason or answer.status == 429:
                     wait_s = max(wait_s, self._judge(answer, reason, replica, member.engine_epoch, last=last))
                 if (

@@ -1,8 +1,9 @@
 """Which answers are none, and what is told of them when no other replica is left. Pure.
 
 Asked for a rollout, an engine says 200 with something in it, or what is wrong with the request: 4xx, and 501 where it
-cannot do what is asked for. Whatever else comes is the replica's fault: that it failed; or, from something that listens
-in an engine's place, a redirect, a success with nothing in it, or a status of its own making.
+cannot do what is asked for. Whatever else comes is the replica's fault: that it failed; that it does not let us in; or,
+from something that listens in an engine's place, a redirect, a success with nothing in it, a whole request that did not
+arrive, or a status of its own making.
 """
 
 from __future__ import annotations
@@ -13,14 +14,22 @@ from adaptersync_core.errors import Unroutable
 from adaptersync_core.rollouts import Row
 
 UNABLE = 501  # every replica would be
+STRANGER = frozenset({401, 403})  # whoever asks is not known
+LOCKED = STRANGER | {407}
+LATE = 408
 TOLD = frozenset({500, 502, 503, 504})  # a client knows what they mean; of others it is told in words
 NOTHING = "replica answered 200 with nothing in it"
 WORDS = 300  # characters of what a replica says that a client is told
 
 
-def fault(status: int) -> str:
-    """What is wrong with an answer of this status, or nothing."""
-    if status >= 500 and status != UNABLE:
+def fault(status: int, *, introduced: bool = False) -> str:
+    """What is wrong with an answer of this status, or nothing.
+
+    `introduced`: the replica was shown what the client sent for its authorization, so that may be what is wrong.
+    """
+    if status in LOCKED and not (introduced and status in STRANGER):
+        return f"replica answered {status}: it does not let this router in"
+    if status == LATE or (status >= 500 and status != UNABLE):
         return f"replica answered {status}"
     return f"replica answered {status}, which answers nothing" if 200 < status < 400 else ""
 
@@ -30,12 +39,16 @@ def unanswered(row: Row, reason: str, body: bytes, wait_s: float) -> Unroutable:
 
     One form, with the ids, says where to look whoever has failed; a body as it came may be a page of some proxy.
     """
-    failed, said = row.status >= 500, _words(body)
+    said = _words(body)
+    if row.status in LOCKED:
+        next_step = "see router.replica_keys_path: which token this replica wants"
+    else:
+        next_step = "see the replica's log" if row.status >= 500 else "see what listens at the replica's address"
     return Unroutable(
         f"no replica could answer: {reason}{said and f': {said}'}",
         status=row.status if row.status in TOLD else 502,
         retry_after_s=wait_s or None,
-        next_step="see the replica's log" if failed else "see what listens at the replica's address",
+        next_step=next_step,
         request=row.request_id,
         replica=row.replica,
         version=row.version,

@@ -176,6 +176,32 @@ async def test_each_replica_is_shown_its_own_token(fleet: Fleet, tmp_path: Path)
         await wait_until(next_token, what="the token that was replaced is shown")
 
 
+async def test_a_replica_that_does_not_let_the_router_in_is_left_out(fleet: Fleet, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.mkdir()
+    first, second = sorted(fleet.replicas)
+    (tokens / first).write_text("hf_old\n")
+    fleet.replicas[first].fail = [401] * 100
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router(replica_keys_path=str(tokens), **fleet.settings):
+        for number in range(16):
+            asked = {"model": V1, "prompt": [number] * 40}
+            answer = await fleet.post("/v1/completions", asked, headers={"Authorization": "Bearer mine"})
+            assert (answer.status, answer.headers["x-adaptersync-replica"]) == (200, second)
+        assert len(fleet.replicas[first].seen) == 3
+        health = (await fleet.get("/health")).json["replicas"][first]
+        assert "replica answered 401: it does not let this router in" in health["reason"]
+        fleet.replicas[second].fail = [401] * 100
+        assert (await fleet.complete(V1)).message.endswith(
+            "; see router.replica_keys_path: which token this replica wants"
+        )
+        # the second one was shown what the client sent, and does not want it
+        answer = await fleet.post(
+            "/v1/completions", {"model": V1, "prompt": [1]}, headers={"Authorization": "Bearer no"}
+        )
+        assert answer.status == 401
+
+
 async def test_replicas_with_certificates_of_an_own_authority(fleet: Fleet, tmp_path: Path) -> None:
     authority, stranger = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
     async with upstream("replica-0", authority.server()) as ours, upstream("replica-1", stranger.server()) as theirs:

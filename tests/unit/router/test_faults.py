@@ -13,9 +13,16 @@ def test_successes_and_refusals_are_answers(status: int) -> None:
     assert fault(status) == ""
 
 
-@pytest.mark.parametrize("status", [201, 204, 206, 301, 302, 304, 307, 399, 500, 502, 503, 504, 505, 507, 520, 999])
+@pytest.mark.parametrize(
+    "status",
+    [201, 204, 206, 301, 302, 304, 307, 399, 401, 403, 407, 408, 500, 502, 503, 504, 505, 507, 520, 999],
+)
 def test_anything_else_is_the_replicas_fault(status: int) -> None:
     assert fault(status).startswith(f"replica answered {status}")
+
+
+def test_who_is_not_let_in_may_be_the_client_where_its_own_word_was_shown() -> None:
+    assert [bool(fault(status, introduced=True)) for status in (401, 403, 407, 408)] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +49,7 @@ def test_words_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "told"), [(500, 500), (503, 503), (302, 502), (204, 502), (200, 502), (507, 502), (999, 502)]
+    ("status", "told"), [(500, 500), (503, 503), (302, 502), (204, 502), (200, 502), (507, 502), (401, 502), (999, 502)]
 )
 def test_who_failed_gives_the_status(status: int, told: int) -> None:
     error = unanswered(_row(status), "reason", b"", 7.0)

@@ -161,6 +161,9 @@ class Jobs:
         with translated(self._url):
             earlier = Job.fetch_many([name], connection=self._connection, serializer=JSONSerializer)[0]
             if earlier is not None and earlier.get_status() not in UNDER_WAY:
+                # it looks up every execution that is noted here, and fails where one expired before its note: for a
+                # minute after a worker was killed, or when Redis was set back
+                self._connection.delete(earlier.execution_registry.key)
                 earlier.delete()
             options: dict[str, Any] = {"result_ttl": RESULT_TTL_S, "failure_ttl": FAILURE_TTL_S, "at_front": first}
             with contextlib.suppress(DuplicateJobError):  # asked for already

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import rq.scripts
 from rq import Callback, Queue
-from rq.job import Job
+from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
 from adaptersync.jobs import verify as verify_module
@@ -239,6 +239,24 @@ def test_a_worker_is_known_again_to_a_redis_that_was_emptied(config: Config, tmp
         finally:
             worker.send_signal(signal.SIGTERM)
             assert worker.wait(20) == 0, (tmp_path / "worker.log").read_text()
+
+
+@pytest.mark.foreign_keys("rq keeps its own")
+def test_a_job_whose_worker_was_killed_can_be_asked_for_again(config: Config, version: str) -> None:
+    """What rq knows of the execution expires a minute before the note that there was one."""
+    with rq_connection(config.redis.control_url) as connection:
+        job = fetch(connection, ask(config, version))
+        assert job is not None
+        queue = Queue(queue_name(config.group.name), connection=connection, serializer=JSONSerializer)
+        worker = PatientWorker([queue], connection=connection, serializer=JSONSerializer)
+        execution = worker.prepare_execution(job)
+        job.set_status(JobStatus.FAILED)
+        connection.delete(execution.key)
+        assert connection.zcard(job.execution_registry.key) == 1
+        ask(config, version)
+        again = fetch(connection, job.id)
+        assert again is not None
+        assert again.get_status() == JobStatus.QUEUED
 
 
 @pytest.mark.foreign_keys("rq keeps its own")

@@ -15,6 +15,8 @@ from adaptersync.router.table import TableView
 from adaptersync_core.errors import ControlError, Unroutable
 from adaptersync_core.table import Table
 
+NEWS_S = 10.0  # in which what Redis lost is put back, also where nobody leads at first
+
 
 class Admission:
     """`held` is how many requests wait at this moment, for a table or for a record."""
@@ -58,7 +60,7 @@ class Admission:
             if isinstance(answer, Target):
                 return answer
             if isinstance(answer, Hold):
-                await self.wait(name, answer.reason, since)
+                await self.wait(name, answer.reason, since, otherwise=answer.otherwise)
 
     async def _ask(self, name: str, ask: Ask, generation: int) -> Fate:
         try:
@@ -74,11 +76,15 @@ class Admission:
                 model=name,
             ) from error
 
-    async def wait(self, name: str, reason: str, since: float) -> None:
-        """Until another table has come, or a replica has a version again; Unroutable `hold_s` after `since`."""
-        left_s = self._hold_s - (time.monotonic() - since)
+    async def wait(self, name: str, reason: str, since: float, *, otherwise: Unroutable | None = None) -> None:
+        """Until another table has come, or a replica has a version again; Unroutable `hold_s` after `since`.
+
+        Or, `NEWS_S` after it, what is `otherwise` so.
+        """
+        limit_s = self._hold_s if otherwise is None else min(self._hold_s, NEWS_S)
+        left_s = limit_s - (time.monotonic() - since)
         if left_s <= 0:
-            raise Unroutable(
+            raise otherwise or Unroutable(
                 f"{reason}, and did not become so in time",
                 status=503,
                 retry_after_s=RETRY_S,

@@ -40,9 +40,10 @@ class Target(Struct, frozen=True, kw_only=True):
 
 
 class Hold(Struct, frozen=True, kw_only=True):
-    """It is about to be served: wait for the table to change."""
+    """It is about to be served: wait for the table to change. `otherwise` is what else may be so: wait less long."""
 
     reason: str
+    otherwise: Unroutable | None = None
 
 
 class Fate(Struct, frozen=True, kw_only=True):
@@ -108,12 +109,15 @@ def resolve(
     if fate is None:
         return Ask(wanted=wanted)
     if not fate.state:
-        raise Unroutable(
+        unknown = Unroutable(
             "model does not exist: neither a version nor a run of this group",
             status=404,
             next_step="see GET /v1/models",
             model=name,
         )
+        if _is_news(table, wanted):
+            return Hold(reason="version is newer than all that is known of its run", otherwise=unknown)
+        raise unknown
     if fate.state in FINAL:
         raise _refusal(name, fate)
     # the records are ahead of the table: it will say so in a moment
@@ -131,6 +135,14 @@ def _locate(table: Table, wanted: Wanted) -> str:
     run = table.runs.get(wanted.run)
     current = run.current if run else None
     return current if current and current in table.versions else ""
+
+
+def _is_news(table: Table, wanted: Wanted) -> bool:
+    """Whether its number is beyond what the table has of its run. Where Redis was set back, that is put back soon."""
+    seq = parse_adapter_id(wanted.adapter_id).seq if wanted.adapter_id else wanted.seq
+    if not seq or wanted.run not in table.runs:
+        return False
+    return all(version.seq < seq for version in table.versions.values() if version.run == wanted.run)
 
 
 def _refusal(name: str, fate: Fate) -> Unroutable:

@@ -82,9 +82,30 @@ def test_names_by_the_table(name: str, expected: object) -> None:
         ("voided", 410),
     ],
 )
-@pytest.mark.parametrize("name", [version_name(9), "run-a@v9"])
+@pytest.mark.parametrize("name", [version_name(4, run="run-b"), "run-b@v4"])
 def test_names_by_the_records(name: str, state: str, expected: object) -> None:
-    assert outcome(name, fate=Fate(state=state, adapter_id=version_name(9))) == expected
+    table = make_table({version_name(5, run="run-b"): "current"}, {}, runs={"run-b": version_name(5, run="run-b")})
+    assert outcome(name, table=table, fate=Fate(state=state, adapter_id=version_name(4, run="run-b"))) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (version_name(6), "hold"),
+        ("run-a@v6", "hold"),
+        ("empty@v1", "hold"),
+        (V5[:-12] + "0" * 12, 404),
+        ("other@v9", 404),
+        ("other", 404),
+    ],
+)
+def test_what_nobody_knows_is_waited_for_where_it_may_be_news(name: str, expected: object) -> None:
+    assert outcome(name, fate=Fate()) == expected
+    if expected == "hold":
+        held = resolve(TABLE, name, base_model="base", fate=Fate())
+        assert isinstance(held, Hold)
+        assert held.otherwise is not None
+        assert held.otherwise.status == 404
 
 
 def test_a_run_that_ended_and_has_nothing_left_is_refused_at_once() -> None:

@@ -1,4 +1,3 @@
-#!lua
 -- A router renews its lease and says what it really has in flight; counts of routers without a lease are given back.
 -- All totals are made anew, so whatever was lost or counted twice is right again afterwards.
 -- KEYS: in-flight counts
@@ -21,6 +20,9 @@ for i = 1, #flat, 2 do
 end
 if tonumber(ARGV[2]) > 0 then
   leases[ARGV[1]] = now + ARGV[2]
+  -- a full server refuses a script at its first write, if that needs memory: a router that stays hears of it here, and
+  -- one that leaves takes everything along all the same
+  redis.call('HSET', KEYS[1], ARGV[1] .. '|', 0)
   for i = 4, #ARGV, 2 do
     shares[#shares + 1] = {ARGV[1], ARGV[i], tonumber(ARGV[i + 1])}
   end

@@ -315,6 +315,7 @@ def test_what_was_given_back_before_is_not_given_back_again(cache: redis.Redis, 
 
 
 def test_a_full_server_takes_ends_back_and_no_counts(cache: redis.Redis) -> None:
+    count(cache, "right", 60_000, r1=2)
     count(cache, "left", 60_000, r0=3)
     before = {name: cache.config_get(name)[name] or "" for name in ("maxmemory-policy", "maxmemory")}
     cache.config_set("maxmemory-policy", "noeviction")
@@ -322,9 +323,11 @@ def test_a_full_server_takes_ends_back_and_no_counts(cache: redis.Redis) -> None
     try:
         with pytest.raises(redis.OutOfMemoryError):
             count(cache, "left", 60_000)
-        assert totals(cache) == {"r0": 3}
+        assert totals(cache) == {"r0": 3, "r1": 2}
         assert cache.eval(Script("release").source, 1, KEYS.inflight, "left", "r0", 2) == 2
-        assert totals(cache) == {"r0": 1}
+        assert totals(cache) == {"r0": 1, "r1": 2}
+        assert count(cache, "left", 0) == 1
+        assert totals(cache) == {"r1": 2}
     finally:
         for name, value in before.items():
             cache.config_set(name, value)

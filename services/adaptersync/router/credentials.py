@@ -11,13 +11,12 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from adaptersync.router.request import Pair
+from adaptersync.router.request import AUTHORIZATION, Pair
 from adaptersync_core.api_keys import read_secret
 from adaptersync_core.errors import ConfigError, NameInvalid
 from adaptersync_core.identity import check_name
 
 LOOK_S = 1.0
-_AUTHORIZATION = b"authorization"
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ class Credentials:
         token = self._tokens.get(replica)
         if token is None:
             return pairs
-        return [*(pair for pair in pairs if pair[0] != _AUTHORIZATION), (_AUTHORIZATION, token)]
+        return [*(pair for pair in pairs if pair[0] != AUTHORIZATION), (AUTHORIZATION, token)]
 
     async def follow(self) -> None:
         """Runs until cancelled."""

@@ -29,7 +29,7 @@ from adaptersync.router.faults import NOTHING, fault, unanswered
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
-from adaptersync.router.request import Pair, Reply, Request
+from adaptersync.router.request import AUTHORIZATION, Pair, Reply, Request
 from adaptersync.router.resolve import RETRY_S
 from adaptersync.router.table import TableView
 from adaptersync.router.upstream import answer_headers, retry_after, with_retry_after
@@ -105,7 +105,7 @@ class Exchange:
             ):
                 call.row.first_byte_s = time.monotonic() - sent_at
                 call.row.status = answer.status
-                introduced = answer.status != 200 and shown is sent and bool(request.header(b"authorization"))
+                introduced = answer.status != 200 and shown is sent and bool(request.header(AUTHORIZATION))
                 reason = fault(answer.status, introduced=introduced)
                 if reason or answer.status == 429:
                     wait_s = max(wait_s, self._judge(answer, reason, replica, member.engine_epoch, last=last))

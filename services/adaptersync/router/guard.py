@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from adaptersync.router.answers import refusal
 from adaptersync.router.paths import ENGINE_CALLS, Paths
-from adaptersync.router.request import Pair, Refused, Reply, Request
+from adaptersync.router.request import AUTHORIZATION, Pair, Refused, Reply, Request
 from adaptersync_core.api_keys import ApiKey, ApiKeys
 from adaptersync_core.errors import Unroutable
 from adaptersync_core.headers import GATE
@@ -18,7 +18,6 @@ from adaptersync_core.headers import GATE
 OPEN = ("/health",)  # balancers have no key, and it tells of names and states only
 ROLLOUTS = ("/v1/completions", "/v1/chat/completions", "/tokenize")
 
-_AUTHORIZATION = b"authorization"
 _GATE = GATE.encode()
 _STRANGER = Unroutable(
     "no key, or none that is known here",
@@ -47,7 +46,7 @@ class Guard:
     def handle(self, request: Request) -> Awaitable[Reply | None]:
         if request.path in OPEN:
             return self._paths.handle(request)
-        key = self._keys.who(request.header(_AUTHORIZATION))
+        key = self._keys.who(request.header(AUTHORIZATION))
         if key is None:
             return self._no(_STRANGER)
         scope = wanted(request.path)
@@ -59,13 +58,13 @@ class Guard:
 
     def refuse(self, request: Request, error: Refused) -> Reply:
         """What did not arrive as it should; a row is for whom we know."""
-        if self._keys.who(request.header(_AUTHORIZATION)) is not None:
+        if self._keys.who(request.header(AUTHORIZATION)) is not None:
             return self._paths.refuse(request, error)
         return refusal(Unroutable(error.reason, status=error.status), status=error.status)
 
     def _passed_on(self, request: Request, key: ApiKey) -> list[Pair]:
         """Without the key; an admin's word for the gate is as good as the gate's."""
-        pairs = [pair for pair in request.headers if pair[0] != _AUTHORIZATION]
+        pairs = [pair for pair in request.headers if pair[0] != AUTHORIZATION]
         if key.may("admin") and request.header(_GATE):
             pairs = [pair for pair in pairs if pair[0] != _GATE] + [(_GATE, self._gate)]
         return pairs

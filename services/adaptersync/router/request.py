@@ -10,6 +10,8 @@ from msgspec import Struct
 
 Pair = tuple[bytes, bytes]
 
+AUTHORIZATION = b"authorization"
+
 _LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 

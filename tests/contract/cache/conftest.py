@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ import zmq
 from adaptersync_core.blocks import block_hashes
 from adaptersync_core.config import ProofSection
 from adaptersync_core.keys import Keys
-from adaptersync_core.records import CacheReport
+from adaptersync_core.records import CacheReport, SeenReplica
 from adaptersync_tools.engines import EventPorts
 from adaptersync_tools.up import free_ports
 from support import engines
@@ -154,7 +155,17 @@ class Watch:
         return self.table()
 
     async def report(self) -> CacheReport:
-        return (await self.bench.registry.fleet()).replicas["r1"].report.cache
+        """What the agent says now, and not what it last said."""
+        asked = time.monotonic()
+
+        async def heard() -> bool:
+            return (await self._seen()).age_s < time.monotonic() - asked
+
+        await wait_until(heard, timeout_s=15, what="the agent to report")
+        return (await self._seen()).report.cache
+
+    async def _seen(self) -> SeenReplica:
+        return (await self.bench.registry.fleet()).replicas["r1"]
 
     async def followed(self) -> None:
         async def known() -> bool:

@@ -219,7 +219,8 @@ class RouterSection(Section, frozen=True, kw_only=True):
     """Processes that share this port, which no other router can; limits below hold for each. One serves some thousand
     requests a second."""
     hold_s: float = 30.0
-    """How long after its arrival a request may be held, for a version that is about to be promoted or was lost."""
+    """How long after its arrival a request may be held, for a version that is about to be promoted, or was lost, or
+    may be so after Redis was set back."""
     held_requests: int = 4096
     """How many requests may be held at once. 0: none are."""
     body_bytes: int = 16 << 20

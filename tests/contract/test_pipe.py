@@ -55,6 +55,22 @@ async def test_replies_belong_to_their_calls(pipe: Pipe) -> None:
     assert await pipe.calls([("SET", "a", "é"), ("GET", "a"), ("MGET", "a", "b")]) == ["OK", "é", ["é", None]]
 
 
+async def test_calls_of_one_tick_are_written_together(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+    line = pipe._line
+    assert line is not None
+    assert line._transport is not None
+    write = line._transport.write
+
+    def noted(data: bytes) -> None:
+        written.append(data)
+        write(data)
+
+    monkeypatch.setattr(line._transport, "write", noted)
+    await asyncio.gather(*(pipe.call("ECHO", number) for number in range(100)))
+    assert len(written) == 1
+
+
 async def test_bytes_that_are_no_text_do_not_end_the_connection(pipe: Pipe) -> None:
     assert await pipe.calls([("ECHO", b"\xff\xfe"), ("ECHO", "next")]) == [r"\xff\xfe", "next"]
 

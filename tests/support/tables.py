@@ -51,8 +51,10 @@ def make_table(
     Replicas are ready and in their first life, but for what `members` says of them.
     """
     current: dict[str, str | None] = {}
+    considered: dict[str, int] = {}
     for name, state in versions.items():
-        run = parse_adapter_id(name).run
+        run, seq = parse_adapter_id(name).run, parse_adapter_id(name).seq
+        considered[run] = max(seq, considered.get(run, 0))
         current[run] = name if state == "current" else current.get(run)
     current |= dict(runs or {})
     return Table(
@@ -60,7 +62,10 @@ def make_table(
         generation=generation,
         written_at=time.time(),
         min_ready=min_ready,
-        runs={run: RunEntry(epoch=1, max_staleness=2, current=name) for run, name in current.items()},
+        runs={
+            run: RunEntry(epoch=1, max_staleness=2, current=name, considered=considered.get(run, 0))
+            for run, name in current.items()
+        },
         versions={
             name: replace(live(name, state), fate="voided" if name in voided else "retired")
             for name, state in versions.items()

@@ -15,22 +15,27 @@ from adaptersync.router.table import TableView
 from adaptersync_core.errors import ControlError, Unroutable
 from adaptersync_core.table import Table
 
-NEWS_S = 10.0  # in which what Redis lost is put back, also where nobody leads at first
+LEASES = 2  # of the coordinator's, in which what Redis lost is put back, also where nobody leads at first
 
 
 class Admission:
-    """`held` is how many requests wait at this moment, for a table or for a record."""
+    """`held` is how many requests wait at this moment, for a table or for a record.
+
+    What may never be served takes half of their room at most, and is waited for no longer than `doubt_s`.
+    """
 
     def __init__(
-        self, view: TableView, fates: FateCache, *, base_model: str, hold_s: float, held_requests: int
+        self, view: TableView, fates: FateCache, *, base_model: str, hold_s: float, doubt_s: float, held_requests: int
     ) -> None:
         self._view = view
         self._fates = fates
         self.base_model = base_model
         self._hold_s = hold_s
+        self._doubt_s = min(doubt_s, hold_s)
         self._held_requests = held_requests
         self._table = Table()
         self._known: dict[str, Target] = {}  # by name, under that table: a few names for each of its versions
+        self._doubted = 0
         self.held = 0
 
     async def admit(self, name: str, *, since: float, gate: bool = False) -> Target:
@@ -60,7 +65,10 @@ class Admission:
             if isinstance(answer, Target):
                 return answer
             if isinstance(answer, Hold):
-                await self.wait(name, answer.reason, since, otherwise=answer.otherwise)
+                if answer.otherwise is None:
+                    await self.wait(name, answer.reason, since)
+                else:
+                    await self._doubt(name, answer.reason, since, answer.otherwise)
 
     async def _ask(self, name: str, ask: Ask, generation: int) -> Fate:
         try:
@@ -76,21 +84,30 @@ class Admission:
                 model=name,
             ) from error
 
-    async def wait(self, name: str, reason: str, since: float, *, otherwise: Unroutable | None = None) -> None:
-        """Until another table has come, or a replica has a version again; Unroutable `hold_s` after `since`.
+    async def wait(self, name: str, reason: str, since: float) -> None:
+        """Until another table has come, or a replica has a version again; Unroutable `hold_s` after `since`."""
+        late = Unroutable(
+            f"{reason}, and did not become so in time",
+            status=503,
+            retry_after_s=RETRY_S,
+            model=name,
+            held_s=self._hold_s,
+        )
+        await self._wait(name, reason, self._hold_s - (time.monotonic() - since), late)
 
-        Or, `NEWS_S` after it, what is `otherwise` so.
-        """
-        limit_s = self._hold_s if otherwise is None else min(self._hold_s, NEWS_S)
-        left_s = limit_s - (time.monotonic() - since)
+    async def _doubt(self, name: str, reason: str, since: float, otherwise: Unroutable) -> None:
+        """Wait for another table as long as it may be served; then `otherwise`."""
+        if 2 * self._doubted >= self._held_requests:
+            raise otherwise
+        self._doubted += 1
+        try:
+            await self._wait(name, reason, self._doubt_s - (time.monotonic() - since), otherwise)
+        finally:
+            self._doubted -= 1
+
+    async def _wait(self, name: str, reason: str, left_s: float, late: Unroutable) -> None:
         if left_s <= 0:
-            raise otherwise or Unroutable(
-                f"{reason}, and did not become so in time",
-                status=503,
-                retry_after_s=RETRY_S,
-                model=name,
-                held_s=self._hold_s,
-            )
+            raise late
         with self._holding(name, reason):
             await self._view.change(left_s)
 

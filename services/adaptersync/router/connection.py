@@ -98,6 +98,11 @@ class Answer:
         if self._connection is not None:
             self._connection.fail(error)
 
+    @property
+    def late(self) -> bool:
+        """It did not end in time."""
+        return isinstance(self._error, TimedOut)
+
     async def piece(self) -> bytes:
         """What has come since the last one, at least a byte; nothing at the end. ReplicaError when there is no end."""
         while not self._pieces:

@@ -1,8 +1,8 @@
 """The way of one request from replica to replica: who may be asked next, and when there is nobody. Knows no network.
 
-A request is sent to `ATTEMPTS` replicas at most, and to no third where it may be what ended or silenced two. While no
-replica holds its version any more, though all should, it waits until one does. What a failure says of a replica is for
-`outages` to know.
+A request is sent to `ATTEMPTS` replicas at most, and to no third where it may be what ended or silenced two. Who is
+found at once not to be there was sent nothing, and is passed over: many may die together. While no replica holds its
+version any more, though all should, it waits until one does. What a failure says of a replica is for `outages` to know.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from adaptersync.router.table import TableView
 from adaptersync_core.errors import Unroutable
 
 ATTEMPTS = 3  # replicas asked for one request
+AT_ONCE_S = 0.5  # who is not there, and shows it within this time, costs none of them
 ASKED_ANEW = frozenset({"unreachable", "cut"})  # connections that failed say little of a replica
 FATAL = frozenset({"cut", "silent"})  # the request may be what ended the engine: one more, and no third
 
@@ -59,6 +60,7 @@ class Course:
         self._until = until
         self._left = ATTEMPTS
         self._anew = False
+        self._asked_at = 0.0
         self.tried: set[str] = set()
         self.failure = ""
         self.wait_s = 0.0
@@ -66,6 +68,7 @@ class Course:
     def next(self, now: float) -> Leg | None:
         """None when nobody is left."""
         outages, ready = self._outages, self._view.ready
+        self._asked_at = now
         if not self._left:
             return None
         if outages.circuits and not self.failure and (trial := outages.trial(ready, self._version, now)):
@@ -90,6 +93,8 @@ class Course:
             # whoever lacks it is not asked again before its agent has confirmed it: this ends in time
             self._left += now < self._until
             return
+        if failure.kind == "unreachable" and now - self._asked_at < AT_ONCE_S:
+            self._left += replica not in self.tried  # each of them once: this ends
         self.tried.add(replica)
         if failure.kind in FATAL:
             self._left = min(self._left, 1)

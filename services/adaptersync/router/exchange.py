@@ -29,7 +29,7 @@ from adaptersync.router.faults import NOTHING, fault, unanswered
 from adaptersync.router.ledger import Ledger
 from adaptersync.router.metrics import Metrics
 from adaptersync.router.outages import Outages
-from adaptersync.router.request import AUTHORIZATION, Pair, Reply, Request
+from adaptersync.router.request import ClientGone, Pair, Reply, Request
 from adaptersync.router.resolve import RETRY_S
 from adaptersync.router.table import TableView
 from adaptersync.router.upstream import answer_headers, retry_after, with_retry_after
@@ -105,8 +105,9 @@ class Exchange:
             ):
                 call.row.first_byte_s = time.monotonic() - sent_at
                 call.row.status = answer.status
-                introduced = answer.status != 200 and shown is sent and bool(request.header(AUTHORIZATION))
-                reason = fault(answer.status, introduced=introduced)
+                # where the router has keys, clients' are not shown to replicas
+                as_client = shown is sent and not self._settings.keys_file
+                reason = fault(answer.status, as_client=as_client)
                 if reason or answer.status == 429:
                     wait_s = max(wait_s, self._judge(answer, reason, replica, member.engine_epoch, last=last))
                 if (
@@ -174,9 +175,9 @@ class Exchange:
             return Unroutable(
                 "replica did not answer in time", status=504, replica=attempt.replica, version=call.row.version
             )
-        asked = not isinstance(error, ConnectFailed)  # and may be what ended it
-        kind, what = ("cut", "did not answer to the end") if asked else ("unreachable", "cannot be reached")
-        return Elsewhere(kind, f"replica {what}: {_said(error)}")
+        if not isinstance(error, ConnectFailed):  # it was asked, and that may be what ended it
+            return Elsewhere("cut", f"replica did not answer to the end: {_said(error)}")
+        return Elsewhere("unreachable", f"replica cannot be reached: {_said(error)}")
 
     def _judge(self, answer: Answer, reason: str, replica: str, engine_epoch: str, *, last: bool) -> float:
         """What to make of an answer that another replica may do better than; how long it asks to be left alone.
@@ -211,7 +212,7 @@ class Exchange:
         tail = await _pass_on(request, attempt, answer, answer_headers(answer, call.headers()), chunk)
         first_s = call.row.first_token_s
         if first_s is not None:
-            self._metrics.observe("first_token_seconds", first_s, call.row.replica)
+            self._metrics.observe("first_token_seconds", first_s, call.row.replica, call.row.version)
             self._metrics.observe("decode_seconds", time.monotonic() - sent_at - first_s, call.row.replica)
         call.answered(tail)
         return True
@@ -234,12 +235,17 @@ class Exchange:
 
 
 async def _pass_on(request: Request, attempt: Attempt, answer: Answer, pairs: Sequence[Pair], chunk: bytes) -> bytes:
-    """Begin with this chunk; only the tail is remembered, for the token counts."""
+    """Begin with this chunk; only the tail is remembered, for the token counts.
+
+    ClientGone, too, when the time ends while the client is waited for: that is not the replica's fault.
+    """
     tail = b""
     request.begin(answer.status, pairs, answer.length)
     while chunk:
         attempt.moved()  # from here on nobody else can be asked
         await request.write(chunk)
+        if answer.late:
+            raise ClientGone("client took the answer too slowly for the time that it had")
         tail = (tail + chunk)[-TAIL_BYTES:]
         chunk = await answer.piece()
     request.end()

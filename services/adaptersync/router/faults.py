@@ -14,22 +14,22 @@ from adaptersync_core.errors import Unroutable
 from adaptersync_core.rollouts import Row
 
 UNABLE = 501  # every replica would be
-STRANGER = frozenset({401, 403})  # whoever asks is not known
-LOCKED = STRANGER | {407}
-LATE = 408
+NOT_ALLOWED = frozenset({401, 403})  # whoever asks
+CLOSED = NOT_ALLOWED | {407}
+REQUEST_TIMEOUT = 408
 TOLD = frozenset({500, 502, 503, 504})  # a client knows what they mean; of others it is told in words
 NOTHING = "replica answered 200 with nothing in it"
 WORDS = 300  # characters of what a replica says that a client is told
 
 
-def fault(status: int, *, introduced: bool = False) -> str:
+def fault(status: int, *, as_client: bool = False) -> str:
     """What is wrong with an answer of this status, or nothing.
 
-    `introduced`: the replica was shown what the client sent for its authorization, so that may be what is wrong.
+    `as_client`: the replica was asked with the client's own authorization, or with none as the client had none.
     """
-    if status in LOCKED and not (introduced and status in STRANGER):
+    if status in CLOSED and not (as_client and status in NOT_ALLOWED):
         return f"replica answered {status}: it does not let this router in"
-    if status == LATE or (status >= 500 and status != UNABLE):
+    if status == REQUEST_TIMEOUT or (status >= 500 and status != UNABLE):
         return f"replica answered {status}"
     return f"replica answered {status}, which answers nothing" if 200 < status < 400 else ""
 
@@ -40,7 +40,7 @@ def unanswered(row: Row, reason: str, body: bytes, wait_s: float) -> Unroutable:
     One form, with the ids, says where to look whoever has failed; a body as it came may be a page of some proxy.
     """
     said = _words(body)
-    if row.status in LOCKED:
+    if row.status in CLOSED:
         next_step = "see router.replica_keys_path: which token this replica wants"
     else:
         next_step = "see the replica's log" if row.status >= 500 else "see what listens at the replica's address"

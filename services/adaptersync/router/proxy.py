@@ -133,8 +133,8 @@ class Proxy:
             return await self._serve(request, call, generates=generates)
         except Unroutable as error:
             return self._refusal(call, error)
-        except (asyncio.CancelledError, ClientGone):
-            call.end("stopped" if self._stopping() else "client_gone", CLIENT_GONE)
+        except (asyncio.CancelledError, ClientGone) as error:
+            call.end("stopped" if self._stopping() else "client_gone", CLIENT_GONE, str(error))
             raise
         except BaseException as error:
             call.end("router_error", 500, repr(error))
@@ -236,9 +236,9 @@ class Proxy:
             try:
                 return await self._ask(request, call, target, body, sent, chains, kept, leg, wait_s=course.wait_s)
             except Elsewhere as failure:
-                course.failed(call.row.replica, failure, now)
+                course.failed(call.row.replica, failure, time.monotonic())
                 call.failed(failure.kind)
-                self._metrics.count("retries", failure.kind)
+                self._metrics.count("retries", failure.kind, call.row.replica)
             finally:
                 if leg.trial:
                     self._outages.tried(leg.candidates[0])
@@ -288,7 +288,7 @@ class Proxy:
                 # a turn that finds out whether a replica is back does not take its session along
                 home = kept.replica if leg.trial and kept.replica else choice.replica
                 self._sessions.keep(call.row.session, Kept(target.model, home))
-            self._metrics.count("routed", choice.outcome, replica)
+            self._metrics.count("routed", choice.outcome, replica, target.model)
             return await self._exchange.send(request, call, replica, body, sent, last=leg.last, wait_s=wait_s)
         finally:
             self._ownership.release(choice)

@@ -31,7 +31,7 @@ ROUTER_FAILED = Reply(
 
 
 class ClientGone(ConnectionError):
-    """Nobody is there to take the answer."""
+    """Nobody is there to take the answer, or not in time."""
 
 
 class Refused(Exception):

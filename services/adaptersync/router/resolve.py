@@ -40,7 +40,7 @@ class Target(Struct, frozen=True, kw_only=True):
 
 
 class Hold(Struct, frozen=True, kw_only=True):
-    """It is about to be served: wait for the table to change. `otherwise` is what else may be so: wait less long."""
+    """Wait for the table to change: it is about to be served. With `otherwise` it may be, or else that is so."""
 
     reason: str
     otherwise: Unroutable | None = None
@@ -115,7 +115,7 @@ def resolve(
             next_step="see GET /v1/models",
             model=name,
         )
-        if _is_news(table, wanted):
+        if _is_unheard_of(table, wanted):
             return Hold(reason="version is newer than all that is known of its run", otherwise=unknown)
         raise unknown
     if fate.state in FINAL:
@@ -137,12 +137,11 @@ def _locate(table: Table, wanted: Wanted) -> str:
     return current if current and current in table.versions else ""
 
 
-def _is_news(table: Table, wanted: Wanted) -> bool:
-    """Whether its number is beyond what the table has of its run. Where Redis was set back, that is put back soon."""
+def _is_unheard_of(table: Table, wanted: Wanted) -> bool:
+    """Whether its number is beyond all that was considered of its run: where Redis was set back, it comes to be."""
     seq = parse_adapter_id(wanted.adapter_id).seq if wanted.adapter_id else wanted.seq
-    if not seq or wanted.run not in table.runs:
-        return False
-    return all(version.seq < seq for version in table.versions.values() if version.run == wanted.run)
+    run = table.runs.get(wanted.run)
+    return run is not None and seq > run.considered
 
 
 def _refusal(name: str, fate: Fate) -> Unroutable:

@@ -32,7 +32,9 @@ from msgspec import Struct
 from adaptersync_core.errors import AdapterSyncError, ConfigError
 from adaptersync_core.notify import Notifier
 
-SHARE_BYTES = 4 << 20  # of figures of one worker: a thousand replicas need a quarter; what is not touched costs nothing
+SHARE_BYTES = (
+    8 << 20
+)  # of figures of one worker: a thousand replicas need less than half; what is not touched costs nothing
 SLOTS = 2  # of a share, written in turn: who is killed while it writes leaves what it had left before
 PUT_S = 1.0  # between two times a worker leaves its figures
 AGAIN_S = 0.5  # before one that died is replaced

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import aiohttp
 import pytest
 
 from adaptersync.router import exchange
 from support.raw_server import Script, Talk, answering, raw_server
-from support.router_fleet import V1, V2, V3, Fleet, Servers
+from support.router_fleet import V1, V2, V3, Fleet, Servers, free_port
 from support.wait import wait_until
 
 LONG = list(range(64))  # four blocks
@@ -174,9 +175,38 @@ async def test_when_nobody_can_be_reached_it_says_so(fleet: Fleet) -> None:
         assert answer.status == 503
         assert "Retry-After" in answer.headers
         (row,) = await fleet.rows(1)
-        assert (row["outcome"], row["attempts"]) == ("upstream_error", "3")
+        tried = "replica-0 unreachable, replica-1 unreachable"  # in any order, and three times more in case one is back
+        assert (row["outcome"], row["attempts"]) == ("upstream_error", "5")
+        assert sorted(row["tried"].split(", ")[:2]) == tried.split(", ")
         assert (await fleet.get("/health")).status == 503
         await wait_until(lambda: _idle(fleet))
+
+
+async def test_whoever_died_together_costs_no_request_its_attempts(fleet: Fleet) -> None:
+    dead = {f"dead-{place}": f"http://127.0.0.1:{free_port()}" for place in range(5)}
+    await fleet.tables.write({V1: "current"}, dead | {"replica-0": fleet.urls["replica-0"]})
+    async with fleet.router():
+        answers = await asyncio.gather(*(fleet.complete(V1, [number] * 64) for number in range(20)))
+        assert {answer.status for answer in answers} == {200}
+
+
+async def test_a_client_that_reads_too_slowly_is_not_the_replicas_fault(fleet: Fleet) -> None:
+    for replica in fleet.replicas.values():
+        replica.chunks = [b"data: " + b"x" * 65536 + b"\n\n"] * 400  # more than there is room for on the way
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router(request_timeout_s=1.0) as url, contextlib.AsyncExitStack() as stack:
+        body = {"model": V1, "prompt": [1], "stream": True}
+        posts = [fleet.session.post(url + "/v1/completions", json=body) for _ in range(6)]
+        answers = [await stack.enter_async_context(post) for post in posts]  # their heads: nothing is read on
+        await wait_until(lambda: not any(replica.in_flight for replica in fleet.replicas.values()))
+        for answer in answers:
+            with pytest.raises(aiohttp.ClientPayloadError):  # so it is not taken for the whole
+                await answer.read()
+        for row in await fleet.rows(6):
+            assert (row["outcome"], row["status"]) == ("client_gone", "499")
+            assert row["reason"] == "client took the answer too slowly for the time that it had"
+        health = (await fleet.get("/health")).json
+        assert {replica["circuit"] for replica in health["replicas"].values()} == {"closed"}
 
 
 async def test_a_replica_without_the_version_is_left_out_and_the_client_hears_nothing(fleet: Fleet) -> None:

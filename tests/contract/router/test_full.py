@@ -26,7 +26,7 @@ async def test_a_full_replica_is_replaced_and_has_not_failed(fleet: Fleet, statu
             owner.fail = [status] if len(owner.seen) > owner_asked else []
         health = (await fleet.get("/health")).json
         assert {each["circuit"] for each in health["replicas"].values()} == {"closed"}
-        assert 'retries_total{reason="full"}' in (await fleet.get("/metrics")).body.decode()
+        assert f'retries_total{{reason="full",replica="{owner.name}"}}' in (await fleet.get("/metrics")).body.decode()
 
 
 @pytest.mark.parametrize(

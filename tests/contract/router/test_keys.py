@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptersync.router import app, guard
+from adaptersync.router import app, guard, outages
 from adaptersync_core.errors import ConfigError
 from adaptersync_core.headers import GATE
 from adaptersync_tools.secrets import add_key, revoke_key
@@ -176,7 +176,10 @@ async def test_each_replica_is_shown_its_own_token(fleet: Fleet, tmp_path: Path)
         await wait_until(next_token, what="the token that was replaced is shown")
 
 
-async def test_a_replica_that_does_not_let_the_router_in_is_left_out(fleet: Fleet, tmp_path: Path) -> None:
+async def test_a_replica_that_does_not_let_the_router_in_is_left_out(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outages, "SHORTEST_S", 60.0)
     tokens = tmp_path / "tokens"
     tokens.mkdir()
     first, second = sorted(fleet.replicas)
@@ -191,15 +194,26 @@ async def test_a_replica_that_does_not_let_the_router_in_is_left_out(fleet: Flee
         assert len(fleet.replicas[first].seen) == 3
         health = (await fleet.get("/health")).json["replicas"][first]
         assert "replica answered 401: it does not let this router in" in health["reason"]
-        fleet.replicas[second].fail = [401] * 100
-        assert (await fleet.complete(V1)).message.endswith(
-            "; see router.replica_keys_path: which token this replica wants"
-        )
-        # the second one was shown what the client sent, and does not want it
-        answer = await fleet.post(
-            "/v1/completions", {"model": V1, "prompt": [1]}, headers={"Authorization": "Bearer no"}
-        )
-        assert answer.status == 401
+
+
+async def test_without_keys_of_its_own_a_router_passes_on_what_replicas_say_of_clients(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current"}, fleet.urls)
+    async with fleet.router():
+        for replica in fleet.replicas.values():
+            replica.fail = [401] * 100
+        for headers in ({}, {"Authorization": "Bearer no"}) * 8:
+            answer = await fleet.post("/v1/completions", {"model": V1, "prompt": [1]}, headers=headers)
+            assert answer.status == 401
+        health = await fleet.get("/health")
+        assert (health.status, {each["circuit"] for each in health.json["replicas"].values()}) == (200, {"closed"})
+
+
+async def test_a_router_with_keys_shows_none_so_it_is_the_one_that_is_not_let_in(keyed: Keyed) -> None:
+    for replica in keyed.fleet.replicas.values():
+        replica.fail = [401] * 100
+    answer = await keyed.complete(keyed.keys["rollout"])
+    assert answer.status == 502
+    assert answer.message.endswith("; see router.replica_keys_path: which token this replica wants")
 
 
 async def test_replicas_with_certificates_of_an_own_authority(fleet: Fleet, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from adaptersync.router import admission
 from support.router_fleet import V1, V2, V3, Fleet
 from support.tables import version_name
 from support.wait import wait_until
@@ -115,13 +114,26 @@ async def test_a_version_that_a_redis_set_back_does_not_know_is_held_until_it_is
         assert [(answer.status, answer.headers["x-adaptersync-version"]) for answer in answers] == [(200, V2)] * 2
 
 
-async def test_one_that_nobody_ever_knew_is_unknown_in_the_end(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "NEWS_S", 0.2)
+async def test_one_that_nobody_ever_knew_is_unknown_in_the_end(fleet: Fleet) -> None:
     await fleet.tables.write({V1: "current"}, fleet.urls)
-    async with fleet.router():
+    async with fleet.router(lease_s=0.1):
         answer = await asyncio.wait_for(fleet.complete(V3), timeout=5.0)
         assert (answer.status, answer.json["error"]["type"]) == (404, "not_found_error")
         assert float((await fleet.rows(1))[0]["total_s"]) >= 0.2
+
+
+async def test_what_nobody_knows_leaves_room_for_what_is_due(fleet: Fleet) -> None:
+    await fleet.tables.write({V1: "current", V2: "staging"}, fleet.urls)
+    async with fleet.router(held_requests=4):
+        doubted = [asyncio.create_task(fleet.complete(f"run-a@v{seq}")) for seq in (91, 92)]
+        await wait_until(lambda: _is_held(fleet, 2))
+        assert (await fleet.complete("run-a@v93")).status == 404  # at once
+        due = [asyncio.create_task(fleet.complete(V2)) for _ in range(2)]
+        await wait_until(lambda: _is_held(fleet, 4))
+        await fleet.table({V1: "retained", V2: "current"})
+        assert [(await each).status for each in due] == [200, 200]
+        for each in doubted:
+            each.cancel()
 
 
 @pytest.mark.parametrize("name", [V2, "run-a@v2", "nobody", "nobody@current", "No Such Form", "base-2"])
@@ -150,11 +162,10 @@ async def test_a_retry_storm_for_what_is_gone_asks_redis_once(fleet: Fleet) -> N
         assert await reads() - before == 1
 
 
-async def test_a_version_announced_after_it_was_unknown_is_found(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "NEWS_S", 0.2)
+async def test_a_version_announced_after_it_was_unknown_is_found(fleet: Fleet) -> None:
     late = version_name(9)
     await fleet.tables.write({V1: "current"}, fleet.urls)
-    async with fleet.router():
+    async with fleet.router(lease_s=0.1):
         assert (await fleet.complete(late)).status == 404
         await fleet.table({V1: "retained", late: "current"})
         assert (await fleet.complete(late)).status == 200

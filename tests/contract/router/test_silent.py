@@ -53,7 +53,8 @@ async def test_what_waits_at_a_replica_that_will_not_answer_is_sent_elsewhere(
         assert (row["outcome"], row["version"], row["replica"]) == ("ok", V1, other.name)
         assert (row["attempts"], row["tried"]) == ("2", f"{silent.name} silent")
         assert row["engine_epoch"] == f"{other.name}-life-1"
-        assert 'retries_total{reason="silent"} 1.0' in (await fleet.get("/metrics")).body.decode()
+        retried = f'retries_total{{reason="silent",replica="{silent.name}"}} 1.0'
+        assert retried in (await fleet.get("/metrics")).body.decode()
         await wait_until(lambda: _idle(fleet))
 
 

@@ -21,8 +21,8 @@ def test_anything_else_is_the_replicas_fault(status: int) -> None:
     assert fault(status).startswith(f"replica answered {status}")
 
 
-def test_who_is_not_let_in_may_be_the_client_where_its_own_word_was_shown() -> None:
-    assert [bool(fault(status, introduced=True)) for status in (401, 403, 407, 408)] == [False, False, True, True]
+def test_where_it_was_asked_as_the_client_that_may_be_who_is_not_let_in() -> None:
+    assert [bool(fault(status, as_client=True)) for status in (401, 403, 407, 408)] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(

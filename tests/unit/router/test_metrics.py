@@ -86,9 +86,9 @@ def test_labels_are_those_that_dashboards_know() -> None:
     }
     assert {name: labels for name, labels in found.items() if labels} == {
         "requests": ["outcome", "status"],
-        "routed": ["replica", "routing"],
+        "routed": ["replica", "routing", "version"],
         "prompts": ["read", "reason"],
-        "retries": ["reason"],
+        "retries": ["reason", "replica"],
         "unauthorized": ["status"],
         "missing_version": ["replica"],
         "circuit": ["replica"],
@@ -125,10 +125,11 @@ def test_what_several_counted_is_their_sum() -> None:
 
 def test_series_of_one_worker_alone_are_there_as_well() -> None:
     one, other = Metrics(), Metrics()
-    one.count("retries", "unreachable")
-    other.count("retries", "silent", by=2.0)
+    one.count("retries", "unreachable", "r1")
+    other.count("retries", "silent", "r1", by=2.0)
     found = values(one, other)
-    assert (found['retries_total{reason="unreachable"}'], found['retries_total{reason="silent"}']) == (1, 2)
+    told = [found[f'retries_total{{reason="{reason}",replica="r1"}}'] for reason in ("unreachable", "silent")]
+    assert told == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -155,17 +156,17 @@ def test_histograms_without_labels_are_there_before_anything_was_counted() -> No
 def test_series_of_replicas_that_left_are_dropped() -> None:
     metrics = Metrics()
     for replica in ("r1", "r2"):
-        metrics.count("routed", "cold", replica)
+        metrics.count("routed", "cold", replica, "v1")
         metrics.count("missing_version", replica)
         metrics.observe("first_byte_seconds", 0.5, replica)
         metrics.gauge("inflight", 1, replica)
         metrics.gauge("ready", True, replica)
     metrics.count("requests", "ok", "200")
-    metrics.keep(replicas={"r2"}, versions=())
+    metrics.keep(replicas={"r2"}, versions={"v1"})
     metrics.gauge("inflight", 1, "r2")
     assert not [name for name in values(metrics) if "r1" in name]
     assert {name for name in values(metrics) if "r2" in name and "first_byte" not in name} == {
-        'routed_total{replica="r2",routing="cold"}',
+        'routed_total{replica="r2",routing="cold",version="v1"}',
         'missing_version_total{replica="r2"}',
         'inflight{replica="r2"}',
     }
@@ -208,12 +209,12 @@ def test_what_was_counted_under_all_labels_is_told_as_one_number() -> None:
     metrics.count("ledger_lost", by=2)
     assert Metrics(metrics.encode()).counted("ledger_lost") == 2
     for reason in ("silent", "cut"):
-        metrics.count("retries", reason)
+        metrics.count("retries", reason, "r1")
     assert metrics.counted("retries") == 2
 
 
 def test_labels_that_need_it_are_escaped() -> None:
     metrics = Metrics()
-    metrics.count("retries", 'a"b\\c\nd')
+    metrics.count("retries", 'a"b\\c\nd', "r1")
     (sample,) = [sample for sample in read(metrics)["retries"].samples if sample.labels]
-    assert sample.labels == {"reason": 'a"b\\c\nd'}
+    assert sample.labels == {"reason": 'a"b\\c\nd', "replica": "r1"}

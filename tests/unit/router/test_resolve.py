@@ -88,24 +88,22 @@ def test_names_by_the_records(name: str, state: str, expected: object) -> None:
     assert outcome(name, table=table, fate=Fate(state=state, adapter_id=version_name(4, run="run-b"))) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        (version_name(6), "hold"),
-        ("run-a@v6", "hold"),
-        ("empty@v1", "hold"),
-        (V5[:-12] + "0" * 12, 404),
-        ("other@v9", 404),
-        ("other", 404),
-    ],
-)
-def test_what_nobody_knows_is_waited_for_where_it_may_be_news(name: str, expected: object) -> None:
-    assert outcome(name, fate=Fate()) == expected
-    if expected == "hold":
-        held = resolve(TABLE, name, base_model="base", fate=Fate())
-        assert isinstance(held, Hold)
-        assert held.otherwise is not None
-        assert held.otherwise.status == 404
+@pytest.mark.parametrize("name", [V5[:-12] + "0" * 12, "other@v9", "other"])
+def test_what_nobody_knows_is_unknown(name: str) -> None:
+    assert outcome(name, fate=Fate()) == 404
+
+
+@pytest.mark.parametrize("name", [version_name(6), "run-a@v6", "empty@v1"])
+def test_a_number_beyond_what_was_considered_may_be_served_yet(name: str) -> None:
+    held = resolve(TABLE, name, base_model="base", fate=Fate())
+    assert isinstance(held, Hold)
+    assert held.otherwise is not None
+    assert held.otherwise.status == 404
+
+
+def test_one_that_was_considered_and_has_left_no_record_may_not() -> None:
+    considered = {"run-a": msgspec.structs.replace(TABLE.runs["run-a"], considered=6)}
+    assert outcome("run-a@v6", table=msgspec.structs.replace(TABLE, runs=considered), fate=Fate()) == 404
 
 
 def test_a_run_that_ended_and_has_nothing_left_is_refused_at_once() -> None:

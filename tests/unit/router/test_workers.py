@@ -11,11 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from adaptersync.router.metrics import COUNTERS, GAUGES, Metrics
+from adaptersync.router.metrics import COUNTERS, GAUGES, HISTOGRAMS, Metrics
+from adaptersync.router.policy import Outcome
 from adaptersync.router.workers import SHARE_BYTES, SLOTS, Shares, reserved
 from adaptersync_core.errors import ConfigError
 from support.wait import wait_until_sync
@@ -27,6 +30,7 @@ from adaptersync_core.errors import ConfigError
 
 async def work(shares, worker):
     stop = asyncio.Event()
+    assert type(asyncio.get_running_loop()).__module__ == "uvloop"
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     if "fail" in sys.argv:
         raise ConfigError("on purpose", key="k")
@@ -245,20 +249,20 @@ def _tear(shares: Shares, worker: int, data: bytes) -> None:
     shares._memory[changed[-1] : changed[-1] + 1] = b"\0"
 
 
-def test_figures_of_a_thousand_replicas_and_two_versions_fit() -> None:
+def test_figures_of_a_thousand_replicas_and_four_versions_fit() -> None:
     metrics, shares = Metrics(), Shares(1)
-    for number in range(1000):
-        replica = f"replica-of-a-large-group-{number:04}"
-        for name, (_, labels) in COUNTERS.items():
-            if labels == ("replica", "version"):
-                for version in (1, 2):
-                    metrics.count(name, replica, f"a-run-of-that-group-v{version}-0123456789ab", by=1e6 + number)
-            elif "replica" in labels:
-                metrics.count(name, *(replica if label == "replica" else "affinity" for label in labels))
-        metrics.observe("first_byte_seconds", 0.1, replica)
-        for name, (_, labels, _) in GAUGES.items():
-            if labels:
-                metrics.gauge(name, 1, replica)
+    replicas = [f"replica-of-a-large-group-{number:04}" for number in range(1000)]
+    versions = [f"a-run-of-that-group-v{number}-0123456789ab" for number in range(4)]
+    words = {"replica": replicas, "version": versions, "routing": get_args(Outcome)}
+    for name, (_, labels) in COUNTERS.items():
+        for each in product(*(words.get(label, ["affinity"]) for label in labels)):
+            metrics.count(name, *each, by=1e6 + len(each))
+    for name, (_, labels, _) in HISTOGRAMS.items():
+        for each in product(*(words.get(label, ["loaded"]) for label in labels)):
+            metrics.observe(name, 0.1, *each)
+    for name, (_, labels, _) in GAUGES.items():
+        for replica in replicas if labels else ():
+            metrics.gauge(name, 1, replica)
     figures = metrics.encode()
     shares.put(0, figures)
     assert shares.get(0) == figures

@@ -7,6 +7,7 @@ unknown key is an error that names it.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import tomllib
@@ -394,7 +395,7 @@ def load_config(
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"setting is wrong: {error}".replace("$.", ""),
-            next_step="see adaptersync config --explain",
+            next_step=_instead(str(error)),
             **_source(str(error), given, named),
         ) from error
     check(config)
@@ -445,10 +446,27 @@ def _set(settings: dict[str, Any], section: str, key: str, value: Any) -> None:
     values[key] = value
 
 
+def _instead(complaint: str) -> str:
+    """What to do about it; a key or a section that is none may be meant for another."""
+    place, unknown = _where(complaint)
+    known = names() if place else [field.name for field in msgspec.structs.fields(Config)]
+    near = difflib.get_close_matches(".".join(filter(None, (place, unknown))), known, n=1) if unknown else []
+    return (
+        f"did you mean {near[0]}? All are in adaptersync config --explain"
+        if near
+        else "see adaptersync config --explain"
+    )
+
+
+def _where(complaint: str) -> tuple[str, str]:
+    """The place that msgspec complains of, and the field that it does not know there."""
+    place, unknown = re.search(r"`\$\.([\w.]+)", complaint), re.search(r"unknown field `([^`]*)`", complaint)
+    return place[1] if place else "", unknown[1] if unknown else ""
+
+
 def _source(complaint: str, given: Mapping[str, str], file: Path | None) -> dict[str, str]:
     """Where the setting that msgspec complains of was made: the variable, or else the file."""
-    place, unknown = re.search(r"`\$\.([\w.]+)", complaint), re.search(r"unknown field `([^`]*)`", complaint)
-    name = ".".join(part[1] for part in (place, unknown) if part)
+    name = ".".join(filter(None, _where(complaint)))
     for dotted, variable_name in given.items():
         if f"{dotted}.".startswith(f"{name}."):
             return {"variable": variable_name}
@@ -478,4 +496,4 @@ def _read(path: Path) -> dict[str, Any]:
             f"settings cannot be read: {error.strerror}", next_step="check --config", file=str(path)
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"settings are not TOML: {error}", file=str(path)) from error
+        raise ConfigError(f"settings are not TOML: {error}", next_step="mend that line", file=str(path)) from error

@@ -50,7 +50,7 @@ class AdapterSyncError(Exception):
 
     def __str__(self) -> str:
         about = "".join(f" {name}={value}" for name, value in self.ids.items())
-        line = f"{self.reason}{' (' + about.strip() + ')' if about else ''}"
+        line = f"{self.reason.removesuffix('.')}{' (' + about.strip() + ')' if about else ''}"
         if self.next_step:
             line = f"{line}; {self.next_step}"
         return " ".join(line.split())

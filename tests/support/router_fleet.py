@@ -17,7 +17,7 @@ import orjson
 
 from adaptersync.router.app import serving
 from adaptersync.router.policy import Policy
-from adaptersync_core.config import Config, CoordinatorSection, GroupSection, RedisSection, RouterSection
+from adaptersync_core.config import Config, GroupSection, RedisSection, RouterSection
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import RedisClient
 from adaptersync_core.rollouts import OPEN, Row, decode, join
@@ -90,7 +90,6 @@ class Fleet:
         *,
         group: str = "test",
         policy: Policy = "promise",
-        lease_s: float = 5.0,
         blocks: Mapping[str, int] | None = None,
         **settings: Any,
     ) -> AsyncIterator[str]:
@@ -99,7 +98,6 @@ class Fleet:
         config = Config(
             group=GroupSection(name=group, base_model="base", policy=policy, **bounds),
             redis=RedisSection(control_url=self.control_url, cache_url=self.cache_url),
-            coordinator=CoordinatorSection(lease_s=lease_s),
             router=RouterSection(**self.settings | {"port": 0, "hold_s": 50.0, "connect_timeout_s": 1.0} | settings),
         )
         async with serving(config, drain_s=2.0) as router:

@@ -17,7 +17,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from adaptersync_core import scaling
-from adaptersync_core.errors import ControlError, EngineError
+from adaptersync_core.address import where
+from adaptersync_core.errors import ControlError, ControlUnavailable, EngineError
 from adaptersync_core.keys import Keys
 from adaptersync_core.records import Fleet
 from adaptersync_core.redis import RedisClient
@@ -121,7 +122,7 @@ class Keeper:
                 self._take(step)
             return step
         except ControlError as error:
-            log.warning("not scaled: %s", error)
+            log.warning("cannot see whether to scale: %s", error)
             return None
 
     def _take(self, step: Step) -> None:
@@ -162,6 +163,11 @@ class Keeper:
 
     def _visit(self, call: Callable[[Registry], Awaitable[T]], *, limit_s: float = READ_S) -> T:
         config = self._stack.config
+        late = ControlUnavailable(
+            "Redis cannot be reached: no answer in time",
+            next_step="check the server",
+            redis=where(config.redis.control_url),
+        )
 
         async def run() -> T:
             client = RedisClient(config.redis.control_url, name="keeper")
@@ -169,7 +175,7 @@ class Keeper:
                 async with asyncio.timeout(limit_s):
                     return await call(Registry(client, Keys(config.group.name)))
             except TimeoutError:
-                raise ControlError("no answer in time") from None
+                raise late from None
             finally:
                 await client.close()
 

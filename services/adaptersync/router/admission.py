@@ -15,23 +15,23 @@ from adaptersync.router.table import TableView
 from adaptersync_core.errors import ControlError, Unroutable
 from adaptersync_core.table import Table
 
-LEASES = 2  # of the coordinator's, in which what Redis lost is put back, also where nobody leads at first
+# in which what Redis lost is put back, also where nobody leads at first: twice `coordinator.lease_s` as it comes
+DOUBT_S = 10.0
 
 
 class Admission:
     """`held` is how many requests wait at this moment, for a table or for a record.
 
-    What may never be served takes half of their room at most, and is waited for no longer than `doubt_s`.
+    What may never be served takes half of their room at most, and is waited for no longer than `DOUBT_S`.
     """
 
     def __init__(
-        self, view: TableView, fates: FateCache, *, base_model: str, hold_s: float, doubt_s: float, held_requests: int
+        self, view: TableView, fates: FateCache, *, base_model: str, hold_s: float, held_requests: int
     ) -> None:
         self._view = view
         self._fates = fates
         self.base_model = base_model
         self._hold_s = hold_s
-        self._doubt_s = min(doubt_s, hold_s)
         self._held_requests = held_requests
         self._table = Table()
         self._known: dict[str, Target] = {}  # by name, under that table: a few names for each of its versions
@@ -101,7 +101,7 @@ class Admission:
             raise otherwise
         self._doubted += 1
         try:
-            await self._wait(name, reason, self._doubt_s - (time.monotonic() - since), otherwise)
+            await self._wait(name, reason, min(DOUBT_S, self._hold_s) - (time.monotonic() - since), otherwise)
         finally:
             self._doubted -= 1
 

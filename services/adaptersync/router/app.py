@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from aiohttp import ClientSession, DummyCookieJar, TCPConnector
 from msgspec.structs import replace
 
-from adaptersync.router.admission import LEASES, Admission
+from adaptersync.router.admission import Admission
 from adaptersync.router.attempts import Attempts
 from adaptersync.router.chains import RememberedChains
 from adaptersync.router.connections import Connections
@@ -189,7 +189,6 @@ async def _serving(
         FateCache(registry),
         base_model=config.group.base_model,
         hold_s=min(settings.hold_s, settings.request_timeout_s),
-        doubt_s=LEASES * config.coordinator.lease_s,
         held_requests=settings.held_requests,
     )
     ownership = Ownership(

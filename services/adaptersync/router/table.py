@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class TableView:
-    """The router's view of the fleet. `reachable` says whether the last read succeeded.
+    """The router's view of the fleet. `reachable` says whether the last read succeeded; None before it.
 
     `ready` are replicas; `ranked` has the names of the ranks of those, of all in the table, that have several.
     """
@@ -41,7 +41,7 @@ class TableView:
         self.ranked: dict[str, tuple[str, ...]] = {}
         self._ready_ranks: list[str] = []
         self.block_size = BLOCK_SIZE
-        self.reachable = False
+        self.reachable: bool | None = None
 
     def age_s(self) -> float:
         """Seconds since the table was last read, or last reported to be served; infinite before the first time."""
@@ -99,8 +99,9 @@ class TableView:
         try:
             table = await self._registry.table()
         except ControlError as error:
-            if self.reachable or self._read_at is None:
-                log.warning("table cannot be read, serving the last one: %s", error)
+            if self.reachable is not False:
+                serving = "no request is served yet" if self._read_at is None else "serving the last one"
+                log.warning("table cannot be read, %s: %s", serving, error)
             self.reachable = False
             return
         self.reachable = True

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from adaptersync.router import admission
 from support.router_fleet import V1, V2, V3, Fleet
 from support.tables import version_name
 from support.wait import wait_until
@@ -114,9 +115,10 @@ async def test_a_version_that_a_redis_set_back_does_not_know_is_held_until_it_is
         assert [(answer.status, answer.headers["x-adaptersync-version"]) for answer in answers] == [(200, V2)] * 2
 
 
-async def test_one_that_nobody_ever_knew_is_unknown_in_the_end(fleet: Fleet) -> None:
+async def test_one_that_nobody_ever_knew_is_unknown_in_the_end(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "DOUBT_S", 0.2)
     await fleet.tables.write({V1: "current"}, fleet.urls)
-    async with fleet.router(lease_s=0.1):
+    async with fleet.router():
         answer = await asyncio.wait_for(fleet.complete(V3), timeout=5.0)
         assert (answer.status, answer.json["error"]["type"]) == (404, "not_found_error")
         assert float((await fleet.rows(1))[0]["total_s"]) >= 0.2
@@ -162,10 +164,11 @@ async def test_a_retry_storm_for_what_is_gone_asks_redis_once(fleet: Fleet) -> N
         assert await reads() - before == 1
 
 
-async def test_a_version_announced_after_it_was_unknown_is_found(fleet: Fleet) -> None:
+async def test_a_version_announced_after_it_was_unknown_is_found(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "DOUBT_S", 0.2)
     late = version_name(9)
     await fleet.tables.write({V1: "current"}, fleet.urls)
-    async with fleet.router(lease_s=0.1):
+    async with fleet.router():
         assert (await fleet.complete(late)).status == 404
         await fleet.table({V1: "retained", late: "current"})
         assert (await fleet.complete(late)).status == 200

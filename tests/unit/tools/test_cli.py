@@ -63,6 +63,17 @@ def test_a_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "router.port" in error_line(capsys)
 
 
+def test_keys_are_explained_to_whoever_got_one_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "adaptersync.toml"
+    file.write_text('[redis]\ncontroll_url = "redis://there"\n')
+    assert main(["config", "--config", str(file)]) == 78
+    assert "did you mean redis.control_url?" in error_line(capsys)
+    assert main(["config", "--explain", "--config", str(file)]) == 78
+    out, error = capsys.readouterr()
+    assert "redis.control_url" in out
+    assert "controll_url" in error
+
+
 @pytest.mark.parametrize("arguments", [["config"], ["config", "--json"], ["--help"]])
 def test_output_without_room_is_an_error_in_one_line(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:

@@ -18,8 +18,9 @@ from rich.text import Text
 from adaptersync.coordinator import views
 from adaptersync.coordinator.observer import look
 from adaptersync_core.bus import follow as follow_stream
+from adaptersync_core.config import Config
 from adaptersync_core.entries import moment, written_ms
-from adaptersync_core.errors import NameInvalid
+from adaptersync_core.errors import ConfigError, NameInvalid
 from adaptersync_core.events import PHASES
 from adaptersync_core.keys import Keys
 from adaptersync_core.redis import Entry
@@ -254,7 +255,14 @@ def show_config(config_path: Path | None, as_json: bool, explained: bool) -> Non
       adaptersync config > adaptersync.toml
       adaptersync config --explain
     """
-    found = list(explain.keys(settings(config_path)))
+    wrong = None
+    try:
+        config = settings(config_path)
+    except ConfigError as error:
+        if not explained:
+            raise
+        wrong, config = error, Config()  # what each key means is what whoever got one wrong looks for
+    found = list(explain.keys(config))
     if as_json:
         print_json(found if explained else {key.name: key.value for key in found})
     elif explained:
@@ -267,6 +275,8 @@ def show_config(config_path: Path | None, as_json: bool, explained: bool) -> Non
         out.print(Text(f"In the environment {found[0].name} is {found[0].variable}, and so on.", "dim"))
     else:
         click.echo(explain.to_toml({key.name: key.value for key in found}), nl=False)
+    if wrong is not None:
+        raise wrong
 
 
 COMMANDS = (status, versions, events, show_config)

@@ -285,7 +285,7 @@ async def test_s06_names_without_pefts_prefix_are_served_as_prime_rl_writes_them
     assert not tensors.keys() & specs.keys()
     write_safetensors(path, tensors)
     name = await fleet.promoted(trainer, source)  # proved by every replica
-    assert (await fleet.complete("run", PROMPT)).json["model"] == name
+    assert (await fleet.complete(name, PROMPT)).json["model"] == name
 
 
 @pytest.mark.parametrize(

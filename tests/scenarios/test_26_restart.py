@@ -51,7 +51,7 @@ async def test_s26_what_the_old_trainer_had_on_its_way_is_not_promoted(fleet: Wh
     for replica in fleet.replicas.values():
         replica.faults(delay_load_s=0.0)
     name = await fleet.promoted(second)
-    assert (await fleet.complete("run")).json["model"] == name
+    await wait_until(lambda: _serves(fleet, name), timeout_s=20)
     assert not await fleet.events("version.promoted", late.adapter_id)
 
 

@@ -76,11 +76,12 @@ async def test_s06_a_rank_above_what_the_server_says_is_not_announced(real: Whol
 async def test_s07_no_version_is_answered_from_the_cache_of_another(real: WholeFleet) -> None:
     trainer = await real.trainer()
     for _ in range(3):
-        await real.promoted(trainer)
+        name = await real.promoted(trainer)
         cached = []
         for _ in range(2):
-            usage = (await real.complete("run", TEXT)).json["usage"]
-            cached.append((usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+            answer = (await real.complete(name, TEXT)).json
+            assert answer["model"] == name
+            cached.append((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
         assert cached == [0, 2 * BLOCK_SIZE]
 
 

@@ -43,7 +43,7 @@ class Keyed:
 async def keyed(fleet: Fleet, tmp_path: Path) -> AsyncIterator[Keyed]:
     made = Keyed(fleet, tmp_path / "api-keys")
     await fleet.tables.write({V1: "current"}, fleet.urls)
-    async with fleet.router(keys_file=str(made.file), **fleet.settings):
+    async with fleet.router(keys_file=str(made.file), **fleet.settings | {"hold_s": 0.5}):
         yield made
 
 

@@ -2,15 +2,18 @@
 
 Two profiles. A *command* client answers within seconds and never repeats a write by itself: a lost reply is resolved
 by calling again a script that is idempotent. A *blocking* client waits for stream entries on a connection of its own,
-with a socket timeout longer than its wait (redis-py 8 would otherwise repeat the read without a word). Replies are
-text, protocol RESP2, so that both server families and both client generations answer in the same shapes.
+for longer than the server does. Replies are text, protocol RESP2, so that both server families and both client
+generations answer in the same shapes.
+
+How long a call may take is bounded here and not by the client's socket timeout: it then writes under `wait_for`, which
+before Python 3.12 loses a cancellation that meets a finished write, and whoever stops would wait for the reply.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import redis.asyncio
@@ -63,8 +66,9 @@ class RedisClient:
     """One server, one profile. Every failure to reach it is ControlUnavailable; what it refuses is ControlError."""
 
     def __init__(self, url: str, *, name: str, timeout_s: float = COMMAND_TIMEOUT_S, text: bool = True) -> None:
-        """`text` False: replies are bytes."""
+        """`timeout_s` is for one call as a whole. `text` False: replies are bytes."""
         self.url = url
+        self._timeout_s = timeout_s
         # the generic call answers in one shape in every version of the client; it is untyped there
         self._client: Any = redis.asyncio.Redis.from_url(
             without_credentials(url),
@@ -77,7 +81,7 @@ class RedisClient:
             retry=Retry(NoBackoff(), 0),
             socket_connect_timeout=min(CONNECT_TIMEOUT_S, timeout_s),
             socket_keepalive=True,
-            socket_timeout=timeout_s,
+            socket_timeout=None,
         )
 
     @classmethod
@@ -85,23 +89,28 @@ class RedisClient:
         """A client for calls that wait on the server for up to `block_s` seconds."""
         return cls(url, name=name, timeout_s=block_s + COMMAND_TIMEOUT_S)
 
-    async def command(self, *arguments: Argument) -> Any:
+    @contextlib.asynccontextmanager
+    async def _asking(self) -> AsyncIterator[None]:
         with translated(self.url):
+            async with asyncio.timeout(self._timeout_s):
+                yield
+
+    async def command(self, *arguments: Argument) -> Any:
+        async with self._asking():
             return await self._client.execute_command(*arguments)
 
     async def pipeline(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
         """Several reads in one round trip, in one transaction; replies in order."""
         if not commands:
             return []
-        with translated(self.url):
-            async with self._client.pipeline(transaction=True) as pipe:
-                for command in commands:
-                    pipe.execute_command(*command)
-                replies: list[Any] = await pipe.execute()
-                return replies
+        async with self._asking(), self._client.pipeline(transaction=True) as pipe:
+            for command in commands:
+                pipe.execute_command(*command)
+            replies: list[Any] = await pipe.execute()
+            return replies
 
     async def script(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
-        with translated(self.url):
+        async with self._asking():
             try:
                 return await self._client.execute_command("EVALSHA", script.sha, len(keys), *keys, *arguments)
             except NoScriptError:
@@ -140,21 +149,11 @@ def rq_connection(url: str) -> redis.Redis:
 
 @contextlib.contextmanager
 def translated(url: str) -> Iterator[None]:
-    """Turn what the client raises into our errors.
-
-    The client sends under `wait_for`, which before Python 3.12 loses a cancellation that meets a finished write: it is
-    made up for when the call has ended.
-    """
-    task = _current_task()
-    asked = task.cancelling() if task else 0
+    """Turn what the client raises into our errors."""
     try:
         yield
     except (RedisError, OSError) as error:
-        if task and task.cancelling() > asked:
-            raise asyncio.CancelledError from error
         raise _ours(error, where(url)) from error
-    if task and task.cancelling() > asked:
-        raise asyncio.CancelledError
 
 
 def _ours(error: RedisError | OSError, server: str) -> ControlError:
@@ -163,15 +162,8 @@ def _ours(error: RedisError | OSError, server: str) -> ControlError:
             f"Redis refused: {error}", next_step="check user and password of this service", redis=server
         )
     if isinstance(error, OSError | redis.exceptions.ConnectionError | redis.exceptions.TimeoutError):
-        return ControlUnavailable(f"Redis cannot be reached: {error}", next_step="check the server", redis=server)
+        reason = str(error) or "no answer in time"
+        return ControlUnavailable(f"Redis cannot be reached: {reason}", next_step="check the server", redis=server)
     if isinstance(error, OutOfMemoryError | ReadOnlyError) or str(error).startswith(PASSING):
         return ControlUnavailable(f"Redis cannot answer now: {error}", next_step="check the server", redis=server)
     return ControlError.refused(str(error), redis=server)
-
-
-def _current_task() -> asyncio.Task[Any] | None:
-    """None in a thread without a loop: rq's client is used there."""
-    try:
-        return asyncio.current_task()
-    except RuntimeError:
-        return None

@@ -19,6 +19,7 @@ from support.engines import Engine
 from support.kv import Listener, listening
 from support.tiny_model import build_tiny_model, write_sizes
 from support.tiny_tokenizer import build_tokenizer
+from support.wait import wait_until_sync
 
 START_TIMEOUT_S = 300
 TARGETS = ["simulator", pytest.param("vllm", marks=pytest.mark.vllm)]
@@ -113,7 +114,15 @@ def prompt() -> Callable[[int], list[int]]:
 
 @pytest.fixture(scope="session")
 def session_listener(engine: Engine) -> Iterator[Listener]:
+    fresh = random.Random()
+
+    def heard() -> bool:
+        """A subscription takes a moment to arrive: ask until an event does."""
+        engine.complete(engines.MODEL, [fresh.randrange(33, 127) for _ in range(2 * engines.BLOCK_SIZE)])
+        return listener.pending(0.2)
+
     with listening(engine.kv_endpoint, engine.replay_endpoint) as listener:
+        wait_until_sync(heard, timeout_s=30)
         yield listener
 
 

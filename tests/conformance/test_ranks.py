@@ -5,6 +5,7 @@ A real vLLM can do this on the CPU, too: `--data-parallel-size 2`, one API serve
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,8 +16,9 @@ from adaptersync_core.vllm import VllmClient
 from conformance.conftest import TARGETS
 from support import engines
 from support.engines import BLOCK_SIZE, MODEL, Answer, Engine
-from support.kv import listening
+from support.kv import Batch, Listener, listening
 from support.tiny_model import write_sizes
+from support.wait import wait_until_sync
 
 RANKS = 2
 ANY_PORT = "tcp://*:0"
@@ -113,9 +115,15 @@ async def test_our_client_counts_engines_and_finds_each_ones_events(
         tokens = prompt(BLOCK_SIZE + 5)
         with listening(source.endpoint, source.replay_endpoint or "") as listener:
             ask(engine, tokens, rank)
-            (last,) = [
-                batch
-                for batch in listener.replay(0)
-                if any(event.get("token_ids") == tokens[:BLOCK_SIZE] for event in batch.events)
-            ]
+            wait_until_sync(partial(_storing, listener, tokens), timeout_s=30)
+            (last,) = _storing(listener, tokens)
             assert last.decoded[2] == rank
+
+
+def _storing(listener: Listener, tokens: list[int]) -> list[Batch]:
+    """What the engine has told of this prompt, so far."""
+    return [
+        batch
+        for batch in listener.replay(0)
+        if any(event.get("token_ids") == tokens[:BLOCK_SIZE] for event in batch.events)
+    ]

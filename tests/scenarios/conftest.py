@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from adaptersync.router import app
 from adaptersync_core.config import Config
 from adaptersync_tools.servers import Role
 from support import trainers
@@ -31,6 +32,12 @@ async def fleet(config: Config, tmp_path: Path) -> AsyncIterator[WholeFleet]:
     """Two replicas, one coordinator, one router; run "run" keeps one version beside the current one."""
     async with whole_fleet(config, tmp_path) as fleet:
         yield fleet
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a whole fleet shares one loop with its test: a choice may take longer than a router would give it."""
+    monkeypatch.setattr(app, "CACHE_TIMEOUT_S", 5.0)
 
 
 @pytest.fixture(scope="module")

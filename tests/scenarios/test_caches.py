@@ -21,7 +21,7 @@ BLOCKS = 40
 
 
 @pytest.fixture
-async def fleet(config: Config, tmp_path: Path) -> AsyncIterator[WholeFleet]:
+async def fleet(config: Config, patient: None, tmp_path: Path) -> AsyncIterator[WholeFleet]:
     """Two replicas with room for few blocks, and one version that both serve."""
     async with whole_fleet(config, tmp_path, start=False, num_blocks=BLOCKS, block_size=BLOCK) as fleet:
         fleet.kv_events = True

@@ -28,7 +28,7 @@ def kv_events() -> bool:
 
 
 @pytest.fixture
-async def fleet(config: Config, tmp_path: Path, kv_events: bool) -> AsyncIterator[WholeFleet]:
+async def fleet(config: Config, patient: None, tmp_path: Path, kv_events: bool) -> AsyncIterator[WholeFleet]:
     """The first has two ranks."""
     async with whole_fleet(config, tmp_path, start=False, block_size=BLOCK) as fleet:
         fleet.kv_events = kv_events

@@ -22,6 +22,7 @@ from adaptersync_core.errors import ConfigError, ControlError, ControlUnavailabl
 from adaptersync_core.scripts import Script
 
 RETRY_S = 0.25  # between attempts to connect
+HELD_UP_S = 0.02  # a loop that looks later than this after its time was busy itself: the server may have answered
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,8 @@ Argument = str | bytes | int | float
 class Pipe:
     """One server. Every failure to reach it is ControlUnavailable; what it refuses is ControlError.
 
-    A call that is not answered within `timeout_s` ends the connection: later replies could not be told apart.
+    A call that is not answered within `timeout_s`, or twice that where this loop was held up meanwhile, ends the
+    connection: later replies could not be told apart.
     """
 
     def __init__(self, url: str, *, name: str, timeout_s: float) -> None:
@@ -193,6 +195,7 @@ class _Line(asyncio.Protocol):
         self._waiting: deque[_Waiting] = deque()
         self._out: list[bytes] = []
         self._watch: asyncio.TimerHandle | None = None
+        self._excused = False  # since the last reply: it was this loop that was late
         self._transport: asyncio.WriteTransport | None = None
 
     def send(self, arguments: tuple[Argument, ...]) -> asyncio.Future[Any]:
@@ -242,6 +245,7 @@ class _Line(asyncio.Protocol):
         self.end(str(error) if error else "connection closed by the server")
 
     def data_received(self, data: bytes) -> None:
+        self._excused = False
         try:
             self._reader.feed(data)
             while (reply := self._reader.gets()) is not False:
@@ -270,8 +274,11 @@ class _Line(asyncio.Protocol):
     def _check(self) -> None:
         self._watch = None
         if self._waiting:
-            due = self._waiting[0].since + self._timeout_s
-            if due <= self._loop.time():
+            now, due = self._loop.time(), self._waiting[0].since + self._timeout_s
+            if due <= now and not self._excused and now - due > HELD_UP_S:
+                self._excused = True
+                due = now + self._timeout_s
+            if due <= now:
                 self.end("no answer in time")
             else:
                 self._watch = self._loop.call_at(due, self._check)

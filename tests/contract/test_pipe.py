@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -104,6 +105,20 @@ async def test_silence_ends_in_time_and_the_pipe_comes_back(hasty: Pipe, proxy: 
     proxy.blackhole = False
     await wait_until(lambda: hasty.connected)
     assert await hasty.call("PING") == "PONG"
+
+
+async def test_who_was_held_up_does_not_take_the_server_for_silent(hasty: Pipe, proxy: FaultProxy) -> None:
+    call = asyncio.create_task(hasty.call("PING"))
+    await asyncio.sleep(0)
+    time.sleep(0.5)  # noqa: ASYNC251 # the loop's own doing, before a byte of it is written
+    assert await call == "PONG"
+    proxy.blackhole = True
+    call = asyncio.create_task(hasty.call("PING"))
+    await asyncio.sleep(0)
+    time.sleep(0.5)  # noqa: ASYNC251
+    with pytest.raises(ControlUnavailable):  # but not for ever
+        await asyncio.wait_for(call, timeout=2)
+    proxy.blackhole = False
 
 
 async def test_a_lost_reply_is_never_taken_for_another(hasty: Pipe, proxy: FaultProxy) -> None:
